@@ -1,0 +1,3 @@
+//! The horizon command.
+
+fn main() {}

@@ -1,0 +1,37 @@
+//! The heart of Horizon RunMap: the words, the formats and the boundary that every backend implements.
+//!
+//! Data flows one way: checkpoint → pack → artifact → expert image → provider → executor → step → sampler.
+//! This crate depends on no other crate of the workspace and knows no tokenizer, no HTTP and no GPU API.
+//!
+//! | module | subject |
+//! | --- | --- |
+//! | [`ids`] | newtypes for layers, experts, generations |
+//! | [`dtype`] | storage types and exact conversions |
+//! | [`spec`] | [`spec::ModelSpec`]: a model as data |
+//! | [`roles`] | what a dense tensor is for, and the shapes a spec asks for |
+//! | [`memory`] | anonymous memory that tensors live in |
+//! | [`dense`] | the non-routed weights |
+//! | [`qpacked`] | the INT4 block format |
+//! | [`record`] | one expert's bytes, canonical and tiled |
+//! | [`image`] | all expert records of a model, tiled, in host memory |
+//! | [`artifact`] | the packed model on disk |
+//! | [`stage`] | names of the stages of a step; taps |
+//! | [`provider`] | where experts are: leases on expert records |
+//! | [`backend`] | plan, open, enqueue, finish |
+//! | [`cpu`] | the scalar reference and the fast CPU backend |
+
+pub mod artifact;
+pub mod backend;
+pub mod cpu;
+pub mod dense;
+pub mod dtype;
+pub mod ids;
+pub mod image;
+pub mod map;
+pub mod memory;
+pub mod provider;
+pub mod qpacked;
+pub mod record;
+pub mod roles;
+pub mod spec;
+pub mod stage;

@@ -1,0 +1,117 @@
+//! Where experts are: the boundary between a step and whoever decides what is resident.
+//!
+//! A step captures one generation, then asks for each layer's routed group and gets a lease with the slot
+//! address of every expert, in the order asked. The provider never computes; the backend has no policy.
+
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use crate::ids::{ExpertId, GenerationId, LayerId};
+use crate::image::ExpertImage;
+
+/// Place of an expert record: a buffer of the backend and a byte offset in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SlotAddress {
+    /// Index of the buffer (some APIs cannot bind one arena).
+    pub buffer: u32,
+    /// Bytes from its start.
+    pub offset: u64,
+}
+
+/// Slots that the host can read: what the CPU backend executes from.
+pub trait SlotMemory: Send + Sync {
+    /// The tiled record at `address`.
+    ///
+    /// # Panics
+    /// When the address is not one that the provider gave for this memory.
+    fn record(&self, address: SlotAddress) -> &[u8];
+}
+
+/// The routed experts of one layer that a step needs: distinct, in ascending order.
+#[derive(Clone, Copy, Debug)]
+pub struct RoutedGroup<'a> {
+    /// Layer.
+    pub layer: LayerId,
+    /// Distinct experts, ascending.
+    pub experts: &'a [ExpertId],
+}
+
+/// A step's hold on one generation. Dropping it lets the generation retire.
+pub struct Hold {
+    /// The generation held.
+    pub generation: GenerationId,
+    /// Keeps what the generation maps to alive.
+    pub keep: Arc<dyn Send + Sync>,
+}
+
+/// A hold on the slots of one routed group. Dropping it releases them.
+pub trait GroupLease: Send {
+    /// Blocks until every expert of the group may be read; addresses stand in the order of the group.
+    ///
+    /// # Errors
+    /// [`CacheFault`] when the group will never be readable.
+    fn wait(&self) -> Result<&[SlotAddress], CacheFault>;
+}
+
+/// The provider cannot vouch for what its slots hold; nothing more is served.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("expert provider fault at {layer}: {reason}")]
+pub struct CacheFault {
+    /// Layer of the group that was asked for.
+    pub layer: LayerId,
+    /// What happened.
+    pub reason: String,
+}
+
+/// Decides which experts are where.
+pub trait ExpertProvider: Send + Sync {
+    /// Captures the current generation, wait-free; once a step.
+    fn capture(&self) -> Hold;
+
+    /// Leases a routed group; a missing group moves `hold` to the generation that publishes it.
+    ///
+    /// # Errors
+    /// [`CacheFault`] when the provider has faulted or the group names an expert that does not exist.
+    fn acquire(&self, hold: &mut Hold, group: &RoutedGroup<'_>) -> Result<Box<dyn GroupLease>, CacheFault>;
+}
+
+/// The control: every expert always resident, straight from the host image.
+pub struct FullyResident {
+    image: Arc<ExpertImage>,
+}
+
+impl FullyResident {
+    /// Serves all experts of `image`.
+    #[must_use]
+    pub fn new(image: Arc<ExpertImage>) -> Self {
+        Self { image }
+    }
+}
+
+impl ExpertProvider for FullyResident {
+    fn capture(&self) -> Hold {
+        Hold { generation: GenerationId(0), keep: self.image.clone() }
+    }
+
+    fn acquire(&self, _: &mut Hold, group: &RoutedGroup<'_>) -> Result<Box<dyn GroupLease>, CacheFault> {
+        let addresses = group
+            .experts
+            .iter()
+            .map(|e| {
+                self.image
+                    .address(group.layer, *e)
+                    .ok_or_else(|| CacheFault { layer: group.layer, reason: format!("there is no {e}") })
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(Box::new(AllResident(addresses)))
+    }
+}
+
+struct AllResident(Vec<SlotAddress>);
+
+impl GroupLease for AllResident {
+    fn wait(&self) -> Result<&[SlotAddress], CacheFault> {
+        Ok(&self.0)
+    }
+}
