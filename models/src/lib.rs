@@ -1,1 +1,4 @@
 //! Checkpoints, families, packing and text.
+
+pub mod config;
+pub mod family;
