@@ -1,1 +1,4 @@
 //! Engine, sampler, streaming.
+
+pub mod sampler;
+pub mod stream;
