@@ -19,6 +19,7 @@
 //! | [`provider`] | where experts are: leases on expert records |
 //! | [`backend`] | plan, open, enqueue, finish |
 //! | [`cpu`] | the scalar reference and the fast CPU backend |
+//! | [`synthetic`] | checkpoints with made-up weights, for tests and measurements |
 
 pub mod artifact;
 pub mod backend;
@@ -35,3 +36,4 @@ pub mod record;
 pub mod roles;
 pub mod spec;
 pub mod stage;
+pub mod synthetic;
