@@ -116,24 +116,42 @@ impl TensorRule {
         let (values, rest) = out.as_chunks_mut::<2>();
         assert!(rest.is_empty(), "a BF16 value is two bytes");
         let base = fnv1a64(&self.name) ^ seed.wrapping_mul(GAMMA);
-        let mut z = base.wrapping_add((start as u64).wrapping_mul(GAMMA));
+        let first = base.wrapping_add((start as u64).wrapping_mul(GAMMA));
         let (scale, offset, every) = (self.scale, self.offset, self.outlier_every);
-        for value in values {
-            z = z.wrapping_add(GAMMA);
-            let x = mix(z);
-            let mut v = noise(x) as f32 * scale;
-            if every != 0 && mix(x) % every == 0 {
-                v *= 4.0;
-            }
-            *value = half::bf16::from_f32(v + offset).to_le_bytes();
+        // Two loops, because a division in the first one would keep it from being vectorised.
+        if every == 0 {
+            each_draw(first, values, |x| noise(x) as f32 * scale + offset);
+        } else {
+            each_draw(first, values, |x| {
+                let v = noise(x) as f32 * scale;
+                let gain = if mix(x).is_multiple_of(every) { 4.0 } else { 1.0 };
+                v * gain + offset
+            });
         }
     }
 }
 
+/// Fills `values` with `value` of successive draws, narrowed to BF16.
+fn each_draw(first: u64, values: &mut [[u8; 2]], value: impl Fn(u64) -> f32) {
+    let mut z = first;
+    for out in values {
+        z = z.wrapping_add(GAMMA);
+        *out = to_bf16(value(mix(z))).to_le_bytes();
+    }
+}
+
+/// The BF16 pattern nearest to a finite value, ties to even; in this form the compiler vectorises it.
+fn to_bf16(v: f32) -> u16 {
+    let bits = v.to_bits();
+    (bits.wrapping_add(0x7FFF).wrapping_add((bits >> 16) & 1) >> 16) as u16
+}
+
 fn noise(x: u64) -> i32 {
     // Two 16-bit fields added in each half of `pairs`, then the halves: at most 4 · 65535, so nothing carries over.
-    let pairs = (x & 0x0000_FFFF_0000_FFFF) + ((x >> 16) & 0x0000_FFFF_0000_FFFF);
-    ((pairs & 0xFFFF_FFFF) + (pairs >> 32)) as i32 - 131_070
+    let pairs = (x & 0x0000_FFFF_0000_FFFF).wrapping_add((x >> 16) & 0x0000_FFFF_0000_FFFF);
+    (pairs as u32)
+        .wrapping_add((pairs >> 32) as u32)
+        .wrapping_sub(131_070) as i32
 }
 
 fn mix(mut z: u64) -> u64 {

@@ -163,7 +163,7 @@ impl Shape {
                 "the byte-level tokenizer needs 259 tokens",
             ));
         }
-        if self.head_dim.is_none() && (self.heads == 0 || self.hidden % self.heads != 0) {
+        if self.head_dim.is_none() && (self.heads == 0 || !self.hidden.is_multiple_of(self.heads)) {
             return Err(problem(
                 "num_attention_heads",
                 self.heads,

@@ -32,10 +32,8 @@ pub fn write_recipe(dir: &Path, recipe: &Recipe, progress: Progress<'_>) -> Resu
     let data: u64 = recipe.tensors.iter().map(|t| t.bytes() as u64).sum();
     let done = AtomicU64::new(0);
     let report = |bytes: usize| {
-        progress(
-            done.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64,
-            data,
-        )
+        let bytes = bytes as u64;
+        progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, data);
     };
     let mut written = data;
     for (file, rules) in &mut files {
