@@ -1,0 +1,77 @@
+//! Plain Rust lanes: any CPU, and the meaning of the others.
+
+use half::f16;
+
+use super::Simd;
+use crate::cpu::numerics::{LANES, fold};
+
+/// No instruction set needed.
+#[derive(Clone, Copy)]
+pub struct Scalar;
+
+impl Simd for Scalar {
+    type V = [f32; LANES];
+    type Codes = [u32; LANES];
+    type Scale = f32;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::V {
+        [x; LANES]
+    }
+
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> Self::V {
+        *x
+    }
+
+    #[inline(always)]
+    fn load_f16(self, x: &[f16; LANES]) -> Self::V {
+        x.map(f16::to_f32)
+    }
+
+    #[inline(always)]
+    fn store(self, v: Self::V, out: &mut [f32; LANES]) {
+        *out = v;
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V {
+        std::array::from_fn(|l| a[l] * b[l])
+    }
+
+    #[inline(always)]
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        std::array::from_fn(|l| a[l].mul_add(b[l], c[l]))
+    }
+
+    #[inline(always)]
+    fn fold(self, v: Self::V) -> f32 {
+        fold(v)
+    }
+
+    #[inline(always)]
+    fn codes(self, bytes: &[u8; 4 * LANES]) -> Self::Codes {
+        let words = bytes.as_chunks::<4>().0;
+        std::array::from_fn(|l| u32::from_le_bytes(words[l]))
+    }
+
+    #[inline(always)]
+    fn scale(self, d: f16) -> f32 {
+        d.to_f32()
+    }
+
+    #[inline(always)]
+    fn next_weights(self, codes: &mut Self::Codes, scale: f32) -> Self::V {
+        self.next_integers(codes).map(|q| scale * q)
+    }
+
+    #[inline(always)]
+    fn next_integers(self, codes: &mut Self::Codes) -> Self::V {
+        codes.each_mut().map(|c| {
+            #[expect(clippy::cast_precision_loss, reason = "four bits")]
+            let q = (*c & 15) as f32 - 8.0;
+            *c >>= 4;
+            q
+        })
+    }
+}

@@ -1,0 +1,191 @@
+//! What the reference and the fast backend share around a step: checks, tickets, weights by role, grouping.
+
+use std::sync::Arc;
+
+use half::f16;
+
+use crate::backend::{BackendError, Regime, StepBatch, StepError, StepOutput, Ticket};
+use crate::cpu::numerics::Routing;
+use crate::dense::DenseStore;
+use crate::ids::{ExpertId, LayerId};
+use crate::roles::{DenseRole, LayerRole, dense_tensors};
+use crate::spec::ModelSpec;
+
+/// Checks a batch against the rules of [`StepRow`](crate::backend::StepRow). `filled` holds, for each sequence,
+/// how many positions its KV cache holds; it is brought up to date.
+///
+/// # Errors
+/// [`StepError::Invalid`] naming the row and the limit; `filled` is then unchanged.
+pub fn check_batch(
+    spec: &ModelSpec,
+    regime: &Regime,
+    filled: &mut Vec<usize>,
+    batch: &StepBatch,
+) -> Result<(), StepError> {
+    let invalid = |why: String| Err(StepError::Invalid(why));
+    if batch.rows.is_empty() || batch.rows.len() > regime.max_rows {
+        return invalid(format!(
+            "{} rows; a step takes 1 to {}",
+            batch.rows.len(),
+            regime.max_rows
+        ));
+    }
+    let mut after = filled.clone();
+    let mut seen = vec![false; regime.sequences];
+    for (i, row) in batch.rows.iter().enumerate() {
+        if row.token as usize >= spec.vocab {
+            return invalid(format!(
+                "row {i}: token {} is outside the vocabulary of {}",
+                row.token, spec.vocab
+            ));
+        }
+        if row.position >= regime.context {
+            return invalid(format!(
+                "row {i}: position {} is outside the context of {}",
+                row.position, regime.context
+            ));
+        }
+        let Some(end) = after.get_mut(row.sequence) else {
+            return invalid(format!(
+                "row {i}: sequence {} of {}",
+                row.sequence, regime.sequences
+            ));
+        };
+        let follows = std::mem::replace(&mut seen[row.sequence], true);
+        if row.position > *end || (follows && row.position != *end) {
+            return invalid(format!(
+                "row {i}: position {} does not follow position {end}",
+                row.position
+            ));
+        }
+        *end = row.position + 1;
+    }
+    *filled = after;
+    Ok(())
+}
+
+/// Non-routed weights by role; complete by construction.
+#[derive(Clone, Debug)]
+pub struct Weights {
+    store: Arc<DenseStore>,
+    head: DenseRole,
+}
+
+impl Weights {
+    /// Checks that `store` has every tensor of `spec`, with the right number of values.
+    ///
+    /// # Errors
+    /// [`BackendError::MissingWeight`].
+    pub fn new(
+        backend: &'static str,
+        spec: &ModelSpec,
+        store: &Arc<DenseStore>,
+    ) -> Result<Self, BackendError> {
+        for (role, shape) in dense_tensors(spec) {
+            let values = shape.iter().product::<usize>();
+            if store.get(role).is_none_or(|t| t.len() != values) {
+                return Err(BackendError::MissingWeight {
+                    backend,
+                    role: format!("{role:?} of shape {shape:?}"),
+                });
+            }
+        }
+        let head = if spec.tied_embeddings {
+            DenseRole::Embedding
+        } else {
+            DenseRole::OutputHead
+        };
+        Ok(Self {
+            store: store.clone(),
+            head,
+        })
+    }
+
+    /// The tensor of `role`, which the specification has.
+    ///
+    /// # Panics
+    /// When the specification does not have it.
+    #[must_use]
+    pub fn get(&self, role: DenseRole) -> &[f16] {
+        self.store.get(role).expect("checked when the model was opened")
+    }
+
+    /// A layer's tensor.
+    #[must_use]
+    pub fn layer(&self, layer: LayerId, role: LayerRole) -> &[f16] {
+        self.get(DenseRole::Layer(layer, role))
+    }
+
+    /// A layer's tensor that only some specifications have.
+    #[must_use]
+    pub fn optional(&self, layer: LayerId, role: LayerRole) -> Option<&[f16]> {
+        self.store.get(DenseRole::Layer(layer, role))
+    }
+
+    /// The output head: the embedding table when tied.
+    #[must_use]
+    pub fn head(&self) -> &[f16] {
+        self.get(self.head)
+    }
+
+    /// Writes row `token` of the embedding table: the start of the residual stream.
+    pub fn embed(&self, token: u32, out: &mut [f32]) {
+        let row = &self.get(DenseRole::Embedding)[token as usize * out.len()..][..out.len()];
+        for (o, w) in out.iter_mut().zip(row) {
+            *o = w.to_f32();
+        }
+    }
+}
+
+/// A step's outcome, kept between enqueue and finish.
+#[derive(Debug, Default)]
+pub struct Finished {
+    next: u64,
+    done: Vec<(u64, StepOutput)>,
+}
+
+impl Finished {
+    /// Files an outcome under a fresh ticket.
+    pub fn put(&mut self, output: StepOutput) -> Ticket {
+        let id = self.next;
+        self.next += 1;
+        self.done.push((id, output));
+        Ticket(id)
+    }
+
+    /// Takes the outcome of `ticket`.
+    ///
+    /// # Errors
+    /// [`StepError::UnknownTicket`].
+    pub fn take(&mut self, ticket: &Ticket) -> Result<StepOutput, StepError> {
+        let at = self.done.iter().position(|(id, _)| *id == ticket.0);
+        at.map(|i| self.done.swap_remove(i).1)
+            .ok_or(StepError::UnknownTicket(ticket.0))
+    }
+}
+
+/// The rows that use one expert.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExpertRows {
+    /// Expert.
+    pub expert: ExpertId,
+    /// (row of the step, rank of the expert in that row's routing), by row.
+    pub uses: Vec<(usize, usize)>,
+}
+
+/// Groups the routing of a step by expert, ascending.
+#[must_use]
+pub fn group_by_expert(experts: usize, routing: &[Routing]) -> Vec<ExpertRows> {
+    let mut uses = vec![Vec::new(); experts];
+    for (row, r) in routing.iter().enumerate() {
+        for (rank, e) in r.experts.iter().enumerate() {
+            uses[*e as usize].push((row, rank));
+        }
+    }
+    (0u32..)
+        .map(ExpertId)
+        .zip(uses)
+        .filter(|(_, uses)| !uses.is_empty())
+        .map(|(expert, uses)| ExpertRows { expert, uses })
+        .collect()
+}
