@@ -3,7 +3,9 @@
 use super::SyntheticError;
 use super::recipe::{NOISE_STD, Recipe, TensorRule};
 use crate::roles::{DenseRole, ExpertMatrix, ExpertRole, LayerRole, dense_tensors, expert_tensors};
-use crate::spec::{AttentionSpec, FeedForward, LayerSpec, ModelSpec, MoeSpec, QkNorm, SharedExpertSpec};
+use crate::spec::{
+    AttentionSpec, FeedForward, LayerSpec, ModelSpec, MoeSpec, QkNorm, SharedExpertSpec, SpecError,
+};
 
 /// Whose names and configuration keys a synthetic checkpoint uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,43 +151,7 @@ impl Shape {
             name: self.name.clone(),
             source,
         };
-        let problem = |field, value: usize, problem: &str| {
-            fail(crate::spec::SpecError {
-                field,
-                value: value.to_string(),
-                problem: problem.to_owned(),
-            })
-        };
-        if self.vocab < TOKENS {
-            return Err(problem(
-                "vocab_size",
-                self.vocab,
-                "the byte-level tokenizer needs 259 tokens",
-            ));
-        }
-        if self.head_dim.is_none() && (self.heads == 0 || !self.hidden.is_multiple_of(self.heads)) {
-            return Err(problem(
-                "num_attention_heads",
-                self.heads,
-                "does not divide hidden_size",
-            ));
-        }
-        if self.head_dim.is_some() && self.family != ShapeFamily::Qwen3Moe {
-            let value = self.head_dim.unwrap_or_default();
-            return Err(problem(
-                "head_dim",
-                value,
-                "only the Qwen3-MoE shape has a head_dim of its own",
-            ));
-        }
-        if (self.shared_width > 0) != (self.family == ShapeFamily::Qwen2Moe) {
-            let text = "positive in the Qwen2-MoE shape, 0 in all others";
-            return Err(problem(
-                "shared_expert_intermediate_size",
-                self.shared_width,
-                text,
-            ));
-        }
+        self.check().map_err(fail)?;
         let layer = LayerSpec {
             window: None,
             feed_forward: FeedForward::Moe(MoeSpec {
@@ -224,6 +190,42 @@ impl Shape {
         };
         spec.validate().map_err(fail)?;
         Ok(spec)
+    }
+
+    /// What the specification cannot know: limits of the tokenizer and of the family's configuration.
+    fn check(&self) -> Result<(), SpecError> {
+        let problem = |field, value: usize, problem: &str| {
+            Err(SpecError {
+                field,
+                value: value.to_string(),
+                problem: problem.to_owned(),
+            })
+        };
+        if self.vocab < TOKENS {
+            return problem(
+                "vocab_size",
+                self.vocab,
+                "the byte-level tokenizer needs 259 tokens",
+            );
+        }
+        match self.head_dim {
+            None if self.heads == 0 || !self.hidden.is_multiple_of(self.heads) => {
+                return problem("num_attention_heads", self.heads, "does not divide hidden_size");
+            }
+            Some(width) if self.family != ShapeFamily::Qwen3Moe => {
+                return problem(
+                    "head_dim",
+                    width,
+                    "only the Qwen3-MoE shape has a head_dim of its own",
+                );
+            }
+            _ => {}
+        }
+        if (self.shared_width > 0) != (self.family == ShapeFamily::Qwen2Moe) {
+            let text = "positive in the Qwen2-MoE shape, 0 in all others";
+            return problem("shared_expert_intermediate_size", self.shared_width, text);
+        }
+        Ok(())
     }
 
     /// `model_type` of `config.json`.
