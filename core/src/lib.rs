@@ -28,7 +28,6 @@ pub mod dense;
 pub mod dtype;
 pub mod ids;
 pub mod image;
-pub mod map;
 pub mod memory;
 pub mod provider;
 pub mod qpacked;
