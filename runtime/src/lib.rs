@@ -1,5 +1,10 @@
 //! Engine, sampler, streaming.
 
+pub mod bandwidth;
+pub mod eval;
+pub mod footprint;
+pub mod process;
+pub mod routing_load;
 pub mod sampler;
 #[cfg(test)]
 mod scripted;

@@ -79,7 +79,7 @@ impl CompiledModel for ScriptedModel {
             .lock()
             .expect("no panic")
             .push(rows.iter().map(|r| (r.position, r.token)).collect());
-        let mut logits = Vec::new();
+        let (mut logits, mut tokens) = (Vec::new(), Vec::new());
         for row in rows {
             assert!(
                 row.position <= self.cache.len() && row.position < self.context,
@@ -91,6 +91,7 @@ impl CompiledModel for ScriptedModel {
             self.cache.push((row.token, by_decode));
             if row.logits {
                 let best = self.next_token(row.position);
+                tokens.push(best);
                 self.expected = Some((row.position + 1, best));
                 logits.extend((0..self.vocab).map(|t| if t == best { 2.0 } else { 0.0 }));
             }
@@ -101,6 +102,7 @@ impl CompiledModel for ScriptedModel {
         };
         self.pending = Some(StepOutput {
             logits,
+            tokens,
             report,
             ..StepOutput::default()
         });
