@@ -6,15 +6,20 @@
 //! nibble; each row starts at a byte, and an odd row's last high nibble is 8 (`q` = 0).
 
 mod dequantize;
+mod dispatch;
+mod fast;
+mod path;
 mod quantize;
+mod reference;
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-pub use dequantize::{DequantizePath, dequantize, dequantize_with};
-pub use quantize::{QuantizeError, QuantizeErrorKind, Quantizer, quantize};
+pub use dequantize::{dequantize, dequantize_with};
+pub use path::CodecPath;
+pub use quantize::{QuantizationError, QuantizeError, QuantizeErrorKind, Quantizer, quantize, quantize_with};
 
 /// Version of the format, recorded in every artifact.
 pub const FORMAT_VERSION: u32 = 1;
@@ -72,7 +77,9 @@ impl FromStr for BlockSize {
     type Err = String;
 
     fn from_str(s: &str) -> Result<Self, String> {
-        s.parse::<u32>().map_err(|_| format!("block size {s:?}: must be 32, 64, 128 or 256"))?.try_into()
+        s.parse::<u32>()
+            .map_err(|_| format!("block size {s:?}: must be 32, 64, 128 or 256"))?
+            .try_into()
     }
 }
 
