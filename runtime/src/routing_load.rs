@@ -153,7 +153,7 @@ mod tests {
         let want = LayerLoad {
             layer: LayerId(3),
             least: 0,
-            median: 2,
+            median: 3,
             most: 3,
             repeated: (1 + 2 + 1) as f64 / 6.0,
         };
