@@ -1,6 +1,7 @@
 //! The KV cache of the CPU backends: per layer, sequence and key/value head, positions in a row.
 
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 
 use crate::backend::{Activations, BackendError, Regime};
 use crate::memory::{AnonymousMemory, align_up};
@@ -83,9 +84,7 @@ impl KvCache {
                     }
                     Activations::F16 => {
                         let out: &mut [f16] = &mut bytemuck::cast_slice_mut(bytes)[at..at + self.head_dim];
-                        for (o, v) in out.iter_mut().zip(row) {
-                            *o = f16::from_f32(*v);
-                        }
+                        out.convert_from_f32_slice(row);
                     }
                 }
             }

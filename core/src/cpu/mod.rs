@@ -1,5 +1,6 @@
 //! The CPU backends: a scalar reference that reads like the formulas, and a fast one that gives the same bits.
 
+mod fast;
 pub mod kv;
 pub mod numerics;
 mod reference;
@@ -7,4 +8,5 @@ pub mod simd;
 pub mod step;
 pub mod tiling;
 
+pub use fast::FastCpu;
 pub use reference::ReferenceCpu;

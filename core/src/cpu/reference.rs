@@ -16,7 +16,7 @@ use crate::cpu::numerics::{
     RotaryTable, Routing, argmax, dot_f16, dot_f32, dot_qpacked, narrow, rms_norm, route, sigmoid, silu,
     softmax,
 };
-use crate::cpu::step::{Finished, Weights, check_batch, group_by_expert};
+use crate::cpu::step::{Finished, Weights, check_batch, group_by_expert, routing_taps};
 use crate::dense::DenseStore;
 use crate::ids::LayerId;
 use crate::provider::{ExpertProvider, Hold, RoutedGroup, SlotMemory};
@@ -408,26 +408,4 @@ fn tap(stage: Stage, rows: &Rows) -> Tap {
         width: rows[0].len(),
         data: TapData::F32(rows.concat()),
     }
-}
-
-/// The two taps of a routing decision.
-pub(crate) fn routing_taps(layer: LayerId, top_k: usize, routing: &[Routing]) -> [Tap; 2] {
-    let ids = routing.iter().flat_map(|r| {
-        r.experts
-            .iter()
-            .map(|e| i32::try_from(*e).expect("below MAX_EXPERTS"))
-    });
-    let weights = routing.iter().flat_map(|r| r.weights.iter().copied());
-    [
-        Tap {
-            stage: Stage::TopkIndex(layer),
-            width: top_k,
-            data: TapData::I32(ids.collect()),
-        },
-        Tap {
-            stage: Stage::TopkWeight(layer),
-            width: top_k,
-            data: TapData::F32(weights.collect()),
-        },
-    ]
 }

@@ -10,6 +10,7 @@ use crate::dense::DenseStore;
 use crate::ids::{ExpertId, LayerId};
 use crate::roles::{DenseRole, LayerRole, dense_tensors};
 use crate::spec::ModelSpec;
+use crate::stage::{Stage, Tap, TapData};
 
 /// Checks a batch against the rules of [`StepRow`](crate::backend::StepRow). `filled` holds, for each sequence,
 /// how many positions its KV cache holds; it is brought up to date.
@@ -188,4 +189,30 @@ pub fn group_by_expert(experts: usize, routing: &[Routing]) -> Vec<ExpertRows> {
         .filter(|(_, uses)| !uses.is_empty())
         .map(|(expert, uses)| ExpertRows { expert, uses })
         .collect()
+}
+
+/// The two taps of a routing decision.
+///
+/// # Panics
+/// When an expert id does not fit an `i32`.
+#[must_use]
+pub fn routing_taps(layer: LayerId, top_k: usize, routing: &[Routing]) -> [Tap; 2] {
+    let ids = routing.iter().flat_map(|r| {
+        r.experts
+            .iter()
+            .map(|e| i32::try_from(*e).expect("below MAX_EXPERTS"))
+    });
+    let weights = routing.iter().flat_map(|r| r.weights.iter().copied());
+    [
+        Tap {
+            stage: Stage::TopkIndex(layer),
+            width: top_k,
+            data: TapData::I32(ids.collect()),
+        },
+        Tap {
+            stage: Stage::TopkWeight(layer),
+            width: top_k,
+            data: TapData::F32(weights.collect()),
+        },
+    ]
 }

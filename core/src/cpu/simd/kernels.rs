@@ -452,6 +452,34 @@ impl Kernel for SumOfSquares<'_> {
     }
 }
 
+/// `x = x · factor · weight`, in that order: the second half of an RMS norm.
+pub struct ScaleRow<'a> {
+    /// Scaled in place.
+    pub x: &'a mut [f32],
+    /// One factor for all.
+    pub factor: f32,
+    /// One a column.
+    pub weight: &'a [f16],
+}
+
+impl Kernel for ScaleRow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let factor = s.splat(self.factor);
+        let (chunks, rest) = self.x.as_chunks_mut::<LANES>();
+        let (weights, weights_rest) = self.weight.as_chunks::<LANES>();
+        for (x, w) in chunks.iter_mut().zip(weights) {
+            let scaled = s.mul(s.mul(s.load(x), factor), s.load_f16(w));
+            s.store(scaled, x);
+        }
+        for (x, w) in rest.iter_mut().zip(weights_rest) {
+            *x = *x * self.factor * w.to_f32();
+        }
+    }
+}
+
 /// `out = weight·x + out`, rounded once an element.
 pub struct AddScaled<'a> {
     /// Multiplies every element of `x`.

@@ -1,0 +1,118 @@
+//! A phase of a step as a list of independent tasks: pieces of matrix products over rows.
+
+use half::f16;
+use rayon::prelude::*;
+
+use crate::cpu::simd::Isa;
+use crate::cpu::simd::kernels::{Gemm, QpackedGemm, QpackedRows};
+use crate::cpu::tiling::TiledRows;
+
+/// Multiply-adds below which a product is not cut further: about the cost of handing a task to another thread.
+const SMALLEST_TASK: usize = 1 << 16;
+
+/// A piece of a product: consecutive rows of one matrix against all inputs.
+pub struct Task<'a> {
+    weights: Rows<'a>,
+    inputs: &'a [f32],
+    /// `[rows][inputs]`
+    out: &'a mut [f32],
+}
+
+enum Rows<'a> {
+    F16 { values: &'a [f16], cols: usize },
+    Qpacked(QpackedRows<'a>),
+}
+
+/// The tasks of one phase.
+#[derive(Default)]
+pub struct Tasks<'a>(Vec<Task<'a>>);
+
+impl<'a> Tasks<'a> {
+    /// Adds `out[row][input] = W·x`, cut into tasks. `inputs` is `[inputs][padded(cols)]`.
+    pub fn dense(&mut self, values: &'a [f16], cols: usize, inputs: &'a [f32], out: &'a mut [f32]) {
+        let (rows, n) = (values.len() / cols, out.len() * cols / values.len());
+        let step = rows_per_task(rows, cols * n);
+        for (values, out) in values.chunks(step * cols).zip(out.chunks_mut(step * n)) {
+            self.0.push(Task {
+                weights: Rows::F16 { values, cols },
+                inputs,
+                out,
+            });
+        }
+    }
+
+    /// The same for a matrix of an expert; `inputs` is permuted if the matrix is packed, else padded.
+    pub fn expert(
+        &mut self,
+        weights: TiledRows<'a>,
+        rows: usize,
+        cols: usize,
+        inputs: &'a [f32],
+        out: &'a mut [f32],
+    ) {
+        match weights {
+            TiledRows::F16(values) => self.dense(values, cols, inputs, out),
+            TiledRows::Qpacked(packed) => {
+                let n = out.len() / rows;
+                let step = rows_per_task(rows, cols * n);
+                for (i, out) in out.chunks_mut(step * n).enumerate() {
+                    let rows = packed.rows(i * step..i * step + out.len() / n);
+                    self.0.push(Task {
+                        weights: Rows::Qpacked(rows),
+                        inputs,
+                        out,
+                    });
+                }
+            }
+        }
+    }
+
+    /// Runs all tasks on the threads of the current pool.
+    pub fn run(self, isa: Isa) {
+        if let [_] = self.0.as_slice() {
+            self.0.into_iter().for_each(|t| t.run(isa));
+        } else {
+            self.0.into_par_iter().with_max_len(1).for_each(|t| t.run(isa));
+        }
+    }
+}
+
+impl Task<'_> {
+    fn run(self, isa: Isa) {
+        let Self { inputs, out, .. } = self;
+        match self.weights {
+            Rows::F16 { values, cols } => isa.run(Gemm {
+                weights: values,
+                cols,
+                inputs,
+                out,
+            }),
+            Rows::Qpacked(weights) => isa.run(QpackedGemm { weights, inputs, out }),
+        }
+    }
+}
+
+/// Rows of a task, a multiple of the kernels' four; which rows share a task changes no bit.
+fn rows_per_task(rows: usize, cost: usize) -> usize {
+    (SMALLEST_TASK / cost.max(1))
+        .clamp(4, rows.max(4))
+        .next_multiple_of(4)
+}
+
+/// Turns `[rows][n]` into `[n][rows]`, each output row `stride` apart.
+pub fn transpose(from: &[f32], n: usize, to: &mut [f32], stride: usize) {
+    let rows = from.len() / n;
+    if n == 1 {
+        to[..rows].copy_from_slice(from);
+        return;
+    }
+    to.par_chunks_mut(stride)
+        .take(n)
+        .enumerate()
+        .with_min_len(4)
+        .for_each(|(t, to)| {
+            for (r, to) in to[..rows].iter_mut().enumerate() {
+                *to = from[r * n + t];
+            }
+        });
+}
