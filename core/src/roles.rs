@@ -136,6 +136,9 @@ pub fn dense_tensors(spec: &ModelSpec) -> Vec<(DenseRole, Vec<usize>)> {
 }
 
 /// Every matrix of every routed expert of `spec`: layer by layer, expert by expert, gate, up, down.
+///
+/// # Panics
+/// When `spec` has more than [`MAX_EXPERTS`](crate::spec::MAX_EXPERTS), which validation refuses.
 pub fn expert_tensors(spec: &ModelSpec) -> impl Iterator<Item = ExpertRole> + '_ {
     let experts = spec.moe().map_or(0, |m| u32::try_from(m.experts).expect("validated: at most MAX_EXPERTS"));
     spec.moe_layers().flat_map(move |layer| {

@@ -144,14 +144,14 @@ impl ModelSpec {
         ] {
             dimension(field, v)?;
         }
-        if a.heads % a.kv_heads != 0 {
+        if !a.heads.is_multiple_of(a.kv_heads) {
             return Err(error(
                 "num_key_value_heads",
                 a.kv_heads,
                 format!("does not divide num_attention_heads = {}", a.heads),
             ));
         }
-        if a.head_dim % 2 != 0 {
+        if !a.head_dim.is_multiple_of(2) {
             return Err(error("head_dim", a.head_dim, "rotary positions need an even width".into()));
         }
         dimension("num_attention_heads * head_dim", a.heads.saturating_mul(a.head_dim))?;
@@ -251,7 +251,7 @@ fn dimension(field: &'static str, v: usize) -> Result<(), SpecError> {
 }
 
 fn multiple_of_8(field: &'static str, v: usize) -> Result<(), SpecError> {
-    if v % 8 != 0 {
+    if !v.is_multiple_of(8) {
         return Err(error(field, v, "executors need a multiple of 8".into()));
     }
     Ok(())

@@ -88,7 +88,7 @@ impl Isa {
     /// The fastest that this CPU has.
     #[must_use]
     pub fn best() -> Self {
-        Self::available().pop().expect("scalar is always there")
+        Self::available().pop().unwrap_or(Self(Inner::Scalar(scalar::Scalar)))
     }
 
     /// Name, as reports print it.
