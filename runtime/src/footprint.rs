@@ -1,51 +1,13 @@
-//! What a model weighs: bytes on the host, bytes a token, and what a GPU of each capacity would need.
+//! What a model weighs: bytes a token, and what a GPU of each capacity would need.
 
 use horizon_core::backend::Activations;
-use horizon_core::memory::align_up;
-use horizon_core::record::{RecordLayout, RecordTiling};
+use horizon_core::record::RecordLayout;
 use horizon_core::roles::{DenseRole, dense_tensors};
 use horizon_core::spec::ModelSpec;
 use serde::Serialize;
 
 /// Bytes of an FP16 value.
 const F16: u64 = 2;
-
-/// Host memory, item by item.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct HostMemory {
-    /// The routed experts, tiled.
-    pub experts: u64,
-    /// The non-routed weights.
-    pub dense: u64,
-    /// KV cache and workspaces, as the backend plans them.
-    pub plan: Vec<(&'static str, u64)>,
-    /// All of it.
-    pub total: u64,
-}
-
-impl HostMemory {
-    /// Host memory of a model on a backend with this tiling and this plan.
-    #[must_use]
-    pub fn predict(
-        spec: &ModelSpec,
-        layout: Option<&RecordLayout>,
-        tiling: &dyn RecordTiling,
-        plan: Vec<(&'static str, u64)>,
-    ) -> Self {
-        let experts = layout.map_or(0, |l| tiling.tiled_bytes(l) as u64 * expert_count(spec));
-        let dense = dense_tensors(spec)
-            .iter()
-            .map(|(_, s)| align_up(elements(s) * 2) as u64)
-            .sum();
-        let total = experts + dense + plan.iter().map(|(_, b)| b).sum::<u64>();
-        Self {
-            experts,
-            dense,
-            plan,
-            total,
-        }
-    }
-}
 
 /// Bytes that one decode step reads, the floor of its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -1,6 +1,7 @@
 //! Engine, sampler, streaming.
 
 pub mod bandwidth;
+pub mod disk;
 pub mod eval;
 pub mod footprint;
 pub mod process;
