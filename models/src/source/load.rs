@@ -1,0 +1,532 @@
+//! Brings a model into memory: verified from an artifact, or narrowed and quantized from a checkpoint.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use half::f16;
+use horizon_core::artifact::manifest::{DTypeRecord, LayerError};
+use horizon_core::artifact::reader::OpenShards;
+use horizon_core::artifact::{Artifact, ArtifactError, Check, Progress};
+use horizon_core::dense::{self, DenseSource, DenseStore, SourceError};
+use horizon_core::dtype::NarrowingReport;
+use horizon_core::ids::{ExpertId, LayerId};
+use horizon_core::image::{ExpertImage, ExpertSource};
+use horizon_core::qpacked::{BlockSize, QpackedLayout, Quantizer};
+use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
+use horizon_core::roles::{DenseRole, ExpertMatrix, ExpertRole, dense_tensors, expert_tensors};
+use horizon_core::spec::ModelSpec;
+use thiserror::Error;
+
+use super::{ModelSource, Origin, PackedNames, expert_shape};
+use crate::checkpoint::{CheckpointError, OpenCheckpoint};
+use crate::pack::{DEFAULT_BLOCK, DEFAULT_QUANTIZER};
+use crate::transform::{
+    Loss, ScratchPool, TransformError, le_bytes, le_bytes_mut, narrow_tensor, quantize_tensor,
+};
+
+/// How routed experts are held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpertsMode {
+    /// Packed. What is not given follows the artifact, or the defaults of `pack`.
+    Qpacked {
+        /// Values a scale.
+        block: Option<BlockSize>,
+        /// How scales are chosen.
+        quantizer: Option<Quantizer>,
+    },
+    /// FP16, the unquantized control arm; needs the original checkpoint.
+    F16,
+}
+
+impl Default for ExpertsMode {
+    fn default() -> Self {
+        Self::Qpacked {
+            block: None,
+            quantizer: None,
+        }
+    }
+}
+
+/// How to load.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// Form of the routed experts.
+    pub experts: ExpertsMode,
+    /// What is checked of an artifact's bytes.
+    pub check: Check,
+}
+
+/// A model in memory, its source closed.
+#[derive(Debug)]
+pub struct LoadedModel {
+    /// The model.
+    pub spec: Arc<ModelSpec>,
+    /// Non-routed weights.
+    pub dense: Arc<DenseStore>,
+    /// Routed experts; `None` in a model that has none.
+    pub image: Option<Arc<ExpertImage>>,
+    /// Their canonical record.
+    pub layout: Option<RecordLayout>,
+    /// How the experts are held.
+    pub encoding: ExpertEncoding,
+    /// How their scales were chosen; `None` in the control arm.
+    pub quantizer: Option<Quantizer>,
+    /// Element types, each by itself.
+    pub dtypes: DTypeRecord,
+    /// What narrowing to FP16 lost: the non-routed weights, and the experts in the control arm.
+    pub narrowing: NarrowingReport,
+    /// What quantization lost, by layer; empty in the control arm.
+    pub quantization_error: Vec<LayerError>,
+    /// What the user should know.
+    pub notes: Vec<String>,
+}
+
+/// A model that could not be loaded.
+#[derive(Debug, Error)]
+pub enum LoadError {
+    /// An artifact has no unquantized experts.
+    #[error(
+        "{place}: --experts f16 needs the original checkpoint: an artifact holds the experts as INT4 only; \
+         give the checkpoint's directory with -m"
+    )]
+    NoF16Experts {
+        /// The artifact.
+        place: String,
+    },
+    /// The artifact was packed with other settings.
+    #[error(
+        "{place}: {flag} {asked} was asked for, but the artifact was packed with {found}; leave {flag} away, \
+         or pack the checkpoint again"
+    )]
+    OtherSettings {
+        /// The artifact.
+        place: String,
+        /// The flag.
+        flag: &'static str,
+        /// Its value.
+        asked: String,
+        /// The artifact's.
+        found: String,
+    },
+    /// The artifact cannot be read.
+    #[error(transparent)]
+    Artifact(#[from] ArtifactError),
+    /// The checkpoint cannot be read.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// A tensor could not be brought into memory, or there is not enough of it.
+    #[error(transparent)]
+    Weights(#[from] dense::LoadError),
+}
+
+impl ModelSource {
+    /// Brings the model into memory on all threads of the current pool. Afterwards nothing refers to the files.
+    ///
+    /// # Errors
+    /// [`LoadError`] naming file and tensor, or the setting that cannot be had.
+    pub fn load(
+        &self,
+        options: &LoadOptions,
+        tiling: &dyn RecordTiling,
+        progress: &dyn Progress,
+    ) -> Result<LoadedModel, LoadError> {
+        match &self.origin {
+            Origin::Artifact(a) => self.load_artifact(a, options, tiling, progress),
+            Origin::Checkpoint(c) => {
+                let mut loaded = self.load_checkpoint(&c.open_files()?, options, tiling, progress)?;
+                if loaded.quantizer.is_some() {
+                    loaded.notes.insert(
+                        0,
+                        format!(
+                            "{}: experts packed in memory; `horizon pack` keeps the result and starts faster",
+                            c.place().display()
+                        ),
+                    );
+                }
+                Ok(loaded)
+            }
+            Origin::Memory(c) => self.load_checkpoint(&c.open_files()?, options, tiling, progress),
+        }
+    }
+
+    fn load_artifact(
+        &self,
+        artifact: &Artifact,
+        options: &LoadOptions,
+        tiling: &dyn RecordTiling,
+        progress: &dyn Progress,
+    ) -> Result<LoadedModel, LoadError> {
+        let manifest = artifact.manifest();
+        let packed = manifest.quantizer;
+        check_settings(artifact, options)?;
+        let encoding = ExpertEncoding::Qpacked { block: packed.block };
+        progress.begin(
+            "loading",
+            manifest.shards.iter().map(|s| s.bytes - s.header_bytes).sum(),
+        );
+        let reader = ArtifactReader {
+            source: self,
+            shards: artifact.open_shards()?,
+            check: options.check,
+            progress,
+        };
+        let dense = DenseStore::load(&self.spec, &reader)?;
+        let layout = RecordLayout::new(&self.spec, encoding);
+        let image = layout
+            .as_ref()
+            .map(|l| ExpertImage::load(&self.spec, l, tiling, &reader))
+            .transpose()?;
+        Ok(LoadedModel {
+            spec: Arc::clone(&self.spec),
+            dense: Arc::new(dense),
+            image: image.map(Arc::new),
+            layout,
+            encoding,
+            quantizer: Some(packed.method),
+            dtypes: manifest.dtypes.clone(),
+            narrowing: manifest.narrowing,
+            quantization_error: manifest.quantization_error.clone(),
+            notes: lost_bits(manifest.narrowing),
+        })
+    }
+
+    fn load_checkpoint(
+        &self,
+        open: &OpenCheckpoint<'_>,
+        options: &LoadOptions,
+        tiling: &dyn RecordTiling,
+        progress: &dyn Progress,
+    ) -> Result<LoadedModel, LoadError> {
+        let (encoding, quantizer) = match options.experts {
+            ExpertsMode::F16 => (ExpertEncoding::F16, None),
+            ExpertsMode::Qpacked { block, quantizer } => (
+                ExpertEncoding::Qpacked {
+                    block: block.unwrap_or(DEFAULT_BLOCK),
+                },
+                Some(quantizer.unwrap_or(DEFAULT_QUANTIZER)),
+            ),
+        };
+        let (dtypes, bytes) = self.checkpoint_types(open, quantizer.is_some())?;
+        progress.begin(
+            if quantizer.is_some() {
+                "packing in memory"
+            } else {
+                "loading"
+            },
+            bytes,
+        );
+        let reader = CheckpointReader {
+            source: self,
+            open,
+            quantizer,
+            scratch: ScratchPool::default(),
+            losses: Mutex::default(),
+            progress,
+        };
+        let dense = DenseStore::load(&self.spec, &reader)?;
+        let layout = RecordLayout::new(&self.spec, encoding);
+        let image = layout
+            .as_ref()
+            .map(|l| ExpertImage::load(&self.spec, l, tiling, &reader))
+            .transpose()?;
+        let mut narrowing = dense.narrowing();
+        if let Some(image) = &image {
+            narrowing += image.narrowing();
+        }
+        let losses = reader.losses.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(LoadedModel {
+            spec: Arc::clone(&self.spec),
+            dense: Arc::new(dense),
+            image: image.map(Arc::new),
+            layout,
+            encoding,
+            quantizer,
+            dtypes,
+            narrowing,
+            quantization_error: if quantizer.is_some() {
+                layer_errors(losses)
+            } else {
+                Vec::new()
+            },
+            notes: lost_bits(narrowing),
+        })
+    }
+
+    /// The element types of the tensors that will be read, and the bytes of all of them.
+    pub(crate) fn checkpoint_types(
+        &self,
+        open: &OpenCheckpoint<'_>,
+        quantized: bool,
+    ) -> Result<(DTypeRecord, u64), CheckpointError> {
+        let (mut all, mut routed, mut bytes) = (Vec::new(), Vec::new(), 0);
+        let checkpoint = open.checkpoint();
+        for (role, shape) in dense_tensors(&self.spec) {
+            let t = checkpoint.tensor(&self.dense_name(role), &shape)?;
+            all.push(t.dtype);
+            bytes += t.bytes();
+        }
+        for role in expert_tensors(&self.spec) {
+            let t = checkpoint.tensor(&self.expert_name(role), &expert_shape(&self.spec, role.matrix))?;
+            all.push(t.dtype);
+            if quantized {
+                routed.push(t.dtype);
+            }
+            bytes += t.bytes();
+        }
+        Ok((DTypeRecord::v1(all, routed), bytes))
+    }
+}
+
+/// Refuses options that contradict how the artifact was packed.
+fn check_settings(artifact: &Artifact, options: &LoadOptions) -> Result<(), LoadError> {
+    let place = || artifact.dir().display().to_string();
+    let packed = artifact.manifest().quantizer;
+    let ExpertsMode::Qpacked { block, quantizer } = options.experts else {
+        return Err(LoadError::NoF16Experts { place: place() });
+    };
+    if let Some(asked) = block.filter(|b| *b != packed.block) {
+        return Err(LoadError::OtherSettings {
+            place: place(),
+            flag: "--block",
+            asked: asked.to_string(),
+            found: packed.block.to_string(),
+        });
+    }
+    if let Some(asked) = quantizer.filter(|q| *q != packed.method) {
+        return Err(LoadError::OtherSettings {
+            place: place(),
+            flag: "--quantizer",
+            asked: quantizer_name(asked).to_owned(),
+            found: quantizer_name(packed.method).to_owned(),
+        });
+    }
+    Ok(())
+}
+
+fn quantizer_name(q: Quantizer) -> &'static str {
+    match q {
+        Quantizer::Absmax => "absmax",
+        Quantizer::Mse => "mse",
+    }
+}
+
+/// Says how many values lost bits when they were narrowed to FP16.
+fn lost_bits(narrowing: NarrowingReport) -> Vec<String> {
+    if narrowing.inexact == 0 {
+        return Vec::new();
+    }
+    vec![format!(
+        "{} of {} weights lost bits when narrowed to FP16",
+        narrowing.inexact, narrowing.values
+    )]
+}
+
+/// Sums of each layer, experts and matrices in order, whatever order they were found in.
+pub(crate) fn layer_errors(mut losses: Vec<(ExpertRole, Loss)>) -> Vec<LayerError> {
+    losses.sort_by_key(|(role, _)| *role);
+    losses
+        .chunk_by(|(a, _), (b, _)| a.layer == b.layer)
+        .map(|layer| {
+            let mut sum = Loss::default();
+            layer.iter().for_each(|(_, loss)| sum += *loss);
+            LayerError {
+                layer: layer[0].0.layer,
+                squared_error: sum.squared_error,
+                squared_norm: sum.squared_norm,
+            }
+        })
+        .collect()
+}
+
+fn boxed(e: impl std::error::Error + Send + Sync + 'static) -> SourceError {
+    SourceError(Box::new(e))
+}
+
+/// Zeroes what lies between the ranges of a canonical record.
+fn zero_padding(layout: &RecordLayout, out: &mut [u8]) {
+    let mut at = 0;
+    for range in layout
+        .matrices
+        .iter()
+        .flat_map(|m| [&m.values, &m.scales])
+        .filter(|r| !r.is_empty())
+    {
+        out[at..range.start].fill(0);
+        at = range.end;
+    }
+    out[at..].fill(0);
+}
+
+struct ArtifactReader<'a> {
+    source: &'a ModelSource,
+    shards: OpenShards<'a>,
+    check: Check,
+    progress: &'a dyn Progress,
+}
+
+impl ArtifactReader<'_> {
+    fn fill(&self, name: &str, out: &mut [u8]) -> Result<(), SourceError> {
+        self.shards.read(name, out, self.check).map_err(boxed)?;
+        self.progress.advance(out.len() as u64);
+        Ok(())
+    }
+}
+
+impl DenseSource for ArtifactReader<'_> {
+    fn read(&self, role: DenseRole, _: &[usize], out: &mut [f16]) -> Result<NarrowingReport, SourceError> {
+        self.fill(&self.source.dense_name(role), le_bytes_mut(out))?;
+        Ok(NarrowingReport {
+            values: out.len() as u64,
+            inexact: 0,
+        })
+    }
+}
+
+impl ExpertSource for ArtifactReader<'_> {
+    fn read(
+        &self,
+        layer: LayerId,
+        expert: ExpertId,
+        layout: &RecordLayout,
+        out: &mut [u8],
+    ) -> Result<NarrowingReport, SourceError> {
+        for matrix in ExpertMatrix::ALL {
+            let names = PackedNames::new(&self.source.expert_name(ExpertRole {
+                layer,
+                expert,
+                matrix,
+            }));
+            let ranges = layout.matrix(matrix);
+            self.fill(&names.codes, &mut out[ranges.values.clone()])?;
+            self.fill(&names.scales, &mut out[ranges.scales.clone()])?;
+        }
+        zero_padding(layout, out);
+        Ok(NarrowingReport::default())
+    }
+}
+
+struct CheckpointReader<'a> {
+    source: &'a ModelSource,
+    open: &'a OpenCheckpoint<'a>,
+    quantizer: Option<Quantizer>,
+    scratch: ScratchPool,
+    losses: Mutex<Vec<(ExpertRole, Loss)>>,
+    progress: &'a dyn Progress,
+}
+
+impl CheckpointReader<'_> {
+    fn narrow(
+        &self,
+        name: &str,
+        shape: &[usize],
+        mut put: impl FnMut(usize, &[f16]),
+    ) -> Result<NarrowingReport, SourceError> {
+        let tensor = self.open.checkpoint().tensor(name, shape).map_err(boxed)?;
+        self.scratch
+            .with(|scratch| {
+                narrow_tensor(self.open, &tensor, scratch, None, |at, piece| {
+                    put(at, piece);
+                    self.progress.advance((piece.len() * tensor.dtype.size()) as u64);
+                    Ok::<_, TransformError>(())
+                })
+            })
+            .map_err(boxed)
+    }
+
+    fn quantize(
+        &self,
+        role: ExpertRole,
+        layout: &QpackedLayout,
+        quantizer: Quantizer,
+        out: &mut [u8],
+        [values, scales]: [&Range<usize>; 2],
+    ) -> Result<(), SourceError> {
+        let name = self.source.expert_name(role);
+        let tensor = self
+            .open
+            .checkpoint()
+            .tensor(&name, &[layout.rows, layout.cols])
+            .map_err(boxed)?;
+        let (mut code_at, mut scale_at) = (values.start, scales.start);
+        let loss = self
+            .scratch
+            .with(|scratch| {
+                quantize_tensor(
+                    self.open,
+                    &tensor,
+                    layout,
+                    quantizer,
+                    scratch,
+                    None,
+                    |codes, scales| {
+                        out[code_at..code_at + codes.len()].copy_from_slice(codes);
+                        code_at += codes.len();
+                        out[scale_at..scale_at + scales.len() * 2].copy_from_slice(le_bytes(scales));
+                        scale_at += scales.len() * 2;
+                        let rows = codes.len() / layout.row_bytes();
+                        self.progress
+                            .advance((rows * layout.cols * tensor.dtype.size()) as u64);
+                        Ok::<_, TransformError>(())
+                    },
+                )
+            })
+            .map_err(boxed)?;
+        self.losses
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push((role, loss));
+        Ok(())
+    }
+}
+
+impl DenseSource for CheckpointReader<'_> {
+    fn read(
+        &self,
+        role: DenseRole,
+        shape: &[usize],
+        out: &mut [f16],
+    ) -> Result<NarrowingReport, SourceError> {
+        self.narrow(&self.source.dense_name(role), shape, |at, piece| {
+            out[at..at + piece.len()].copy_from_slice(piece);
+        })
+    }
+}
+
+impl ExpertSource for CheckpointReader<'_> {
+    fn read(
+        &self,
+        layer: LayerId,
+        expert: ExpertId,
+        layout: &RecordLayout,
+        out: &mut [u8],
+    ) -> Result<NarrowingReport, SourceError> {
+        let mut report = NarrowingReport::default();
+        for matrix in ExpertMatrix::ALL {
+            let role = ExpertRole {
+                layer,
+                expert,
+                matrix,
+            };
+            let m = layout.matrix(matrix);
+            match (layout.encoding, self.quantizer) {
+                (ExpertEncoding::Qpacked { block }, Some(quantizer)) => {
+                    let packed = QpackedLayout {
+                        rows: m.rows,
+                        cols: m.cols,
+                        block,
+                    };
+                    self.quantize(role, &packed, quantizer, out, [&m.values, &m.scales])?;
+                }
+                _ => {
+                    let values = &mut out[m.values.clone()];
+                    report +=
+                        self.narrow(&self.source.expert_name(role), &[m.rows, m.cols], |at, piece| {
+                            values[at * 2..(at + piece.len()) * 2].copy_from_slice(le_bytes(piece));
+                        })?;
+                }
+            }
+        }
+        zero_padding(layout, out);
+        Ok(report)
+    }
+}
