@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use horizon_core::artifact::{Progress, Silent};
 use horizon_core::roles::{dense_tensors, expert_tensors};
 use horizon_core::synthetic::{
     Recipe, Shape, ShapeFamily, SyntheticError, SyntheticSpec, write_checkpoint, write_recipe,
@@ -44,16 +45,31 @@ fn every_golden_recipe_gives_the_recorded_bytes() {
         let want: BTreeMap<String, String> =
             serde_json::from_value(index["checkpoint_sha256"].clone()).expect("digests");
         let out = tempfile::tempdir().expect("a temporary directory");
-        write_recipe(
-            out.path(),
-            &Recipe::parse(&text).expect("well formed"),
-            &|_, _| {},
-        )
-        .expect("written");
+        write_recipe(out.path(), &Recipe::parse(&text).expect("well formed"), &Silent).expect("written");
         assert_eq!(files(out.path()), want, "{}", model.display());
         models += 1;
     }
     assert_eq!(models, 8);
+}
+
+#[derive(Default)]
+struct Counted {
+    announced: AtomicU64,
+    done: AtomicU64,
+}
+
+impl Progress for Counted {
+    fn begin(&self, _: &str, bytes: u64) {
+        self.announced.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn advance(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn note(&self, text: &str) {
+        panic!("nothing to note: {text}");
+    }
 }
 
 fn small(name: &str) -> Shape {
@@ -78,13 +94,10 @@ fn a_checkpoint_holds_what_its_specification_asks_for() {
         let dir = out.path().join("model");
         let mut spec = SyntheticSpec::new(small(name), 3);
         spec.shard_bytes = 60_000;
-        let reported = AtomicU64::new(0);
-        let summary = write_checkpoint(&dir, &spec, &|done, total| {
-            assert!(done <= total);
-            reported.fetch_max(done, Ordering::Relaxed);
-        })
-        .expect("written");
-        assert_eq!(reported.into_inner(), summary.data_bytes, "{name}");
+        let reported = Counted::default();
+        let summary = write_checkpoint(&dir, &spec, &reported).expect("written");
+        assert_eq!(reported.announced.into_inner(), summary.data_bytes, "{name}");
+        assert_eq!(reported.done.into_inner(), summary.data_bytes, "{name}");
         let model = spec.shape.model_spec().expect("valid");
         assert_eq!(
             summary.tensors,
@@ -130,7 +143,7 @@ fn the_bytes_depend_on_shape_and_seed_alone() {
             .build()
             .expect("a pool");
         let spec = SyntheticSpec::new(small("olmoe"), seed);
-        pool.install(|| write_checkpoint(&path, &spec, &|_, _| {}))
+        pool.install(|| write_checkpoint(&path, &spec, &Silent))
             .expect("written");
         let listing = files(&path);
         (path, listing)
@@ -138,7 +151,7 @@ fn the_bytes_depend_on_shape_and_seed_alone() {
     let (path, one) = write("a", 1, 1);
     assert_eq!(one, write("b", 1, 3).1);
     assert_ne!(one["model.safetensors"], write("c", 2, 3).1["model.safetensors"]);
-    let again = write_checkpoint(&path, &SyntheticSpec::new(small("olmoe"), 9), &|_, _| {});
+    let again = write_checkpoint(&path, &SyntheticSpec::new(small("olmoe"), 9), &Silent);
     assert!(matches!(again, Err(SyntheticError::Exists { .. })), "{again:?}");
     assert_eq!(files(&path), one, "an existing directory is left as it was");
 }
@@ -164,13 +177,13 @@ fn impossible_requests_are_refused_and_leave_nothing() {
         let mut shape = small("olmoe");
         assert_eq!(shape.family, ShapeFamily::Olmoe);
         mutate(&mut shape);
-        match write_checkpoint(&out.path().join("m"), &SyntheticSpec::new(shape, 1), &|_, _| {}) {
+        match write_checkpoint(&out.path().join("m"), &SyntheticSpec::new(shape, 1), &Silent) {
             Err(SyntheticError::Shape { source, .. }) => assert_eq!(source.field, field),
             other => panic!("{field}: {other:?}"),
         }
     }
     let spec = SyntheticSpec::new(small("olmoe"), 1);
-    let missing = write_checkpoint(&out.path().join("no/such/parent"), &spec, &|_, _| {});
+    let missing = write_checkpoint(&out.path().join("no/such/parent"), &spec, &Silent);
     assert!(matches!(missing, Err(SyntheticError::Io { .. })), "{missing:?}");
     assert_eq!(std::fs::read_dir(out.path()).expect("a directory").count(), 0);
 }

@@ -23,10 +23,8 @@ pub use recipe::{Recipe, TensorRule};
 pub use shape::{Shape, ShapeFamily};
 pub use write::write_recipe;
 
+use crate::artifact::Progress;
 use crate::spec::SpecError;
-
-/// Told how many bytes of how many have been written; called from several threads.
-pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 
 /// What [`write_checkpoint`] writes.
 #[derive(Clone, Debug, PartialEq)]
@@ -117,14 +115,14 @@ pub enum SyntheticError {
 /// their index, a byte-level tokenizer with its configuration, and `generation_config.json`.
 ///
 /// Everything is written to a temporary directory beside `dir` that is renamed at the end, so `dir` is there
-/// either complete or not at all. `progress` gets the bytes of weights written so far and in all.
+/// either complete or not at all.
 ///
 /// # Errors
 /// [`SyntheticError`]: a shape that cannot be, a directory that exists, or a file that cannot be written.
 pub fn write_checkpoint(
     dir: &Path,
     spec: &SyntheticSpec,
-    progress: Progress<'_>,
+    progress: &dyn Progress,
 ) -> Result<Summary, SyntheticError> {
     let model = spec.shape.model_spec()?;
     if dir.exists() {

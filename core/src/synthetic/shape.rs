@@ -298,19 +298,24 @@ impl Shape {
     }
 }
 
-/// Standard deviation of the embedding. What a layer adds has about [`OUTPUT_GAIN`] of the spread of its
+/// Standard deviation of the embedding. What a layer adds has about [`output_gain`] of the spread of its
 /// input, averaged over positions or experts, so the token outweighs all layers together.
 const EMBEDDING_STD: f64 = 1.0;
 /// Standard deviation of `W·x` for an `x` of unit mean square: 0.02 · √2048, the usual initial spread at the
 /// width of OLMoE.
 const PRODUCT_STD: f64 = 0.905;
-/// Damping of the matrices that write into the residual stream.
+/// Largest damping factor of the matrices that write into the residual stream.
 const OUTPUT_GAIN: f64 = 0.25;
 /// Standard deviation of norm weights around 1, and of biases.
 const SMALL_STD: f64 = 0.05;
 
-/// Mean and standard deviation of a tensor.
-fn spread(role: DenseRole, shape: &[usize]) -> (f64, f64) {
+/// Damping that keeps the sum over all layers small against the embedding, however many there are.
+fn output_gain(layers: usize) -> f64 {
+    OUTPUT_GAIN.min(1.0 / (layers as f64).sqrt())
+}
+
+/// Mean and standard deviation of a tensor of a model of so many layers.
+fn spread(role: DenseRole, shape: &[usize], layers: usize) -> (f64, f64) {
     use LayerRole as L;
     let product = |gain: f64| (0.0, gain * PRODUCT_STD / (shape[shape.len() - 1] as f64).sqrt());
     match role {
@@ -320,7 +325,7 @@ fn spread(role: DenseRole, shape: &[usize]) -> (f64, f64) {
             (1.0, SMALL_STD)
         }
         DenseRole::Layer(_, L::QueryBias | L::KeyBias | L::ValueBias | L::OutputBias) => (0.0, SMALL_STD),
-        DenseRole::Layer(_, L::Output | L::SharedDown | L::DenseDown) => product(OUTPUT_GAIN),
+        DenseRole::Layer(_, L::Output | L::SharedDown | L::DenseDown) => product(output_gain(layers)),
         _ => product(1.0),
     }
 }
@@ -345,13 +350,13 @@ pub(super) fn recipe(shape: &Shape, model: &ModelSpec, seed: u64, shard_bytes: u
             DenseRole::Layer(layer, _) => layer.0 + 1,
             DenseRole::FinalNorm | DenseRole::OutputHead => u32::MAX,
         };
-        let spread = spread(role, &dims);
+        let spread = spread(role, &dims, shape.layers);
         add(layer, shape.dense_name(role), dims, spread);
     }
     for role in expert_tensors(model) {
         let (dims, gain) = match role.matrix {
             ExpertMatrix::Gate | ExpertMatrix::Up => (vec![shape.width, shape.hidden], 1.0),
-            ExpertMatrix::Down => (vec![shape.hidden, shape.width], OUTPUT_GAIN),
+            ExpertMatrix::Down => (vec![shape.hidden, shape.width], output_gain(shape.layers)),
         };
         let std = gain * PRODUCT_STD / (dims[1] as f64).sqrt();
         add(role.layer.0 + 1, shape.expert_name(role), dims, (0.0, std));

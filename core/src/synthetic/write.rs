@@ -4,42 +4,38 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
 
 use super::recipe::{Recipe, TensorRule};
-use super::{Progress, Summary, SyntheticError};
+use super::{Summary, SyntheticError};
+use crate::artifact::Progress;
 
 /// Bytes that one thread makes and writes at a time.
 const CHUNK: usize = 4 << 20;
 
 /// The weights of `recipe` as files in `dir`, which exists: one safetensors file for each file that the recipe
-/// names, and `model.safetensors.index.json` when there are several. `progress` gets the bytes written so far
-/// and the bytes in all.
+/// names, and `model.safetensors.index.json` when there are several.
 ///
 /// The data of a file stands in the order of the tensor names, the header is padded with blanks to a multiple
 /// of 8 bytes. The same recipe gives the same bytes for any number of threads.
 ///
 /// # Errors
 /// [`SyntheticError::Io`] with the file.
-pub fn write_recipe(dir: &Path, recipe: &Recipe, progress: Progress<'_>) -> Result<Summary, SyntheticError> {
+pub fn write_recipe(dir: &Path, recipe: &Recipe, progress: &dyn Progress) -> Result<Summary, SyntheticError> {
     let mut files: BTreeMap<&str, Vec<&TensorRule>> = BTreeMap::new();
     for rule in &recipe.tensors {
         files.entry(&rule.file).or_default().push(rule);
     }
     let data: u64 = recipe.tensors.iter().map(|t| t.bytes() as u64).sum();
-    let done = AtomicU64::new(0);
-    let report = |bytes: usize| {
-        let bytes = bytes as u64;
-        progress(done.fetch_add(bytes, Ordering::Relaxed) + bytes, data);
-    };
+    progress.begin("writing weights", data);
     let mut written = data;
     for (file, rules) in &mut files {
         rules.sort_by(|a, b| a.name.cmp(&b.name));
         let path = dir.join(file);
-        written += write_file(&path, recipe.seed, rules, &report)
+        written += write_file(&path, recipe.seed, rules, progress)
             .map_err(|source| SyntheticError::Io { path, source })?;
     }
     if files.len() > 1 {
@@ -57,12 +53,7 @@ pub fn write_recipe(dir: &Path, recipe: &Recipe, progress: Progress<'_>) -> Resu
 }
 
 /// Writes one file and gives the length of its header.
-fn write_file(
-    path: &Path,
-    seed: u64,
-    rules: &[&TensorRule],
-    report: &(dyn Fn(usize) + Sync),
-) -> io::Result<u64> {
+fn write_file(path: &Path, seed: u64, rules: &[&TensorRule], progress: &dyn Progress) -> io::Result<u64> {
     let header = header(rules);
     File::create(path)?.write_all(&header)?;
     let mut jobs = Vec::new();
@@ -87,7 +78,7 @@ fn write_file(
                 rule.fill(seed, start / 2, out);
                 file.seek(SeekFrom::Start(*at))?;
                 file.write_all(out)?;
-                report(*len);
+                progress.advance(*len as u64);
             }
             Ok::<_, io::Error>(())
         })?;

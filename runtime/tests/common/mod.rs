@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use horizon_core::artifact::Silent;
 use horizon_core::synthetic::{Recipe, write_recipe};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
@@ -44,10 +45,12 @@ impl Tensors {
             let words = view.data().as_chunks::<4>().0;
             match view.dtype() {
                 Dtype::F32 => {
-                    all.real.insert(name, words.iter().map(|b| f32::from_le_bytes(*b)).collect());
+                    all.real
+                        .insert(name, words.iter().map(|b| f32::from_le_bytes(*b)).collect());
                 }
                 Dtype::I32 => {
-                    all.integer.insert(name, words.iter().map(|b| i32::from_le_bytes(*b)).collect());
+                    all.integer
+                        .insert(name, words.iter().map(|b| i32::from_le_bytes(*b)).collect());
                 }
                 other => panic!("{}: {name} has type {other:?}", path.display()),
             }
@@ -60,7 +63,7 @@ impl Tensors {
 pub fn write_checkpoint(model: &str, config: &str, out: &Path) {
     let from = fixtures().join(model);
     let recipe = fs::read_to_string(from.join("tensors.tsv")).expect("a golden model has a recipe");
-    write_recipe(out, &Recipe::parse(&recipe).expect("recipes are sound"), &|_, _| {}).expect("written");
+    write_recipe(out, &Recipe::parse(&recipe).expect("recipes are sound"), &Silent).expect("written");
     fs::copy(from.join(config), out.join("config.json")).expect("a golden model has both configurations");
 }
 
@@ -88,7 +91,13 @@ impl Tolerances {
                 .map(|(kind, t)| {
                     let t = &t[arithmetic];
                     let (rel_rms, max_over_rms) = (number(&t["rel_rms"]), number(&t["max_over_rms"]));
-                    (kind.clone(), Tolerance { rel_rms, max_over_rms })
+                    (
+                        kind.clone(),
+                        Tolerance {
+                            rel_rms,
+                            max_over_rms,
+                        },
+                    )
                 })
                 .collect(),
         )
@@ -97,7 +106,10 @@ impl Tolerances {
     /// The tolerance of a tensor called e.g. `hidden.1`.
     pub fn for_tensor(&self, name: &str) -> Tolerance {
         let kind = name.split('.').next().unwrap_or(name);
-        *self.0.get(kind).unwrap_or_else(|| panic!("there is no tolerance for {name}"))
+        *self
+            .0
+            .get(kind)
+            .unwrap_or_else(|| panic!("there is no tolerance for {name}"))
     }
 }
 
@@ -125,7 +137,10 @@ pub fn difference(got: &[f32], want: &[f32], tolerance: Tolerance) -> Option<Str
     let max_over_rms = largest / (squares / want.len() as f64).sqrt();
     let sound = rel_rms <= tolerance.rel_rms && max_over_rms <= tolerance.max_over_rms;
     (!sound).then(|| {
-        let Tolerance { rel_rms: r, max_over_rms: m } = tolerance;
+        let Tolerance {
+            rel_rms: r,
+            max_over_rms: m,
+        } = tolerance;
         format!("rel_rms {rel_rms:.2e} (at most {r:.0e}), max_over_rms {max_over_rms:.2e} (at most {m:.0e})")
     })
 }
