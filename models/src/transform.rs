@@ -1,7 +1,7 @@
 //! A checkpoint's tensors on their way to FP16 or `qpacked`, a piece at a time.
 //!
 //! Pieces are small enough to stay in a core's own cache between reading, widening, quantizing and hashing, so
-//! memory does not grow with the tensor. Results do not depend on the piece.
+//! memory does not grow with the tensor.
 
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -9,12 +9,13 @@ use std::sync::Mutex;
 use half::f16;
 use horizon_core::artifact::digest::Summer;
 use horizon_core::dtype::{DType, NarrowingReport, NotRepresentable, narrow, widen};
-use horizon_core::qpacked::{QpackedLayout, QuantizeError, Quantizer, dequantize, quantize};
+use horizon_core::qpacked::{QpackedLayout, QuantizationError, QuantizeError, Quantizer, quantize};
 use thiserror::Error;
 
 use crate::checkpoint::{CheckpointError, CheckpointTensor, OpenCheckpoint};
 
-/// Values handled at a time: 256 KiB as FP32.
+/// Values handled at a time: 256 KiB as FP32. Whole rows are; so this is part of the order in which a matrix's
+/// quantization error is summed, and changing it changes the last bits of those figures in a manifest.
 const PIECE_VALUES: usize = 1 << 16;
 
 /// A tensor that could not be narrowed or quantized.
@@ -54,7 +55,6 @@ pub enum TransformError {
 pub struct Scratch {
     bytes: Vec<u8>,
     wide: Vec<f32>,
-    back: Vec<f32>,
     narrow: Vec<f16>,
     codes: Vec<u8>,
 }
@@ -72,22 +72,6 @@ impl ScratchPool {
         let result = work(&mut scratch);
         lock().push(scratch);
         result
-    }
-}
-
-/// What quantization lost of a matrix, or of several.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Loss {
-    /// Σ (w − ŵ)².
-    pub squared_error: f64,
-    /// Σ w².
-    pub squared_norm: f64,
-}
-
-impl std::ops::AddAssign for Loss {
-    fn add_assign(&mut self, other: Self) {
-        self.squared_error += other.squared_error;
-        self.squared_norm += other.squared_norm;
     }
 }
 
@@ -153,7 +137,7 @@ pub fn quantize_tensor<E: From<TransformError>>(
     scratch: &mut Scratch,
     mut sum: Option<&mut Summer>,
     mut sink: impl FnMut(&[u8], &[f16]) -> Result<(), E>,
-) -> Result<Loss, E> {
+) -> Result<QuantizationError, E> {
     let row = layout.cols * tensor.dtype.size();
     assert_eq!(
         tensor.bytes(),
@@ -162,7 +146,7 @@ pub fn quantize_tensor<E: From<TransformError>>(
         tensor.name
     );
     let most = (PIECE_VALUES / layout.cols).max(1);
-    let mut loss = Loss::default();
+    let mut loss = QuantizationError::default();
     for first in (0..layout.rows).step_by(most) {
         let piece = QpackedLayout {
             rows: most.min(layout.rows - first),
@@ -180,45 +164,16 @@ pub fn quantize_tensor<E: From<TransformError>>(
         widen(tensor.dtype, bytes, wide);
         let codes = resized(&mut scratch.codes, piece.code_bytes());
         let scales = resized(&mut scratch.narrow, piece.scales());
-        quantize(tensor.name, wide, &piece, quantizer, codes, scales).map_err(|mut e| {
+        loss += quantize(tensor.name, wide, &piece, quantizer, codes, scales).map_err(|mut e| {
             e.row += first;
             TransformError::Quantize {
                 path: source.checkpoint().path_of(tensor),
                 source: e,
             }
         })?;
-        let back = resized(&mut scratch.back, values);
-        dequantize(&piece, codes, scales, back);
-        for (w, b) in wide.chunks(piece.cols).zip(back.chunks(piece.cols)) {
-            loss += row_loss(w, b);
-        }
         sink(codes, scales)?;
     }
     Ok(loss)
-}
-
-/// Sums over a row in 16 interleaved lanes, then over the lanes: an order that any vector width can keep.
-fn row_loss(row: &[f32], back: &[f32]) -> Loss {
-    const LANES: usize = 16;
-    let (mut error, mut norm) = ([0f64; LANES], [0f64; LANES]);
-    let (rows, row_tail) = row.as_chunks::<LANES>();
-    let (backs, back_tail) = back.as_chunks::<LANES>();
-    for (w, b) in rows.iter().zip(backs) {
-        for i in 0..LANES {
-            let (w, d) = (f64::from(w[i]), f64::from(w[i]) - f64::from(b[i]));
-            error[i] += d * d;
-            norm[i] += w * w;
-        }
-    }
-    for (i, (w, b)) in row_tail.iter().zip(back_tail).enumerate() {
-        let (w, d) = (f64::from(*w), f64::from(*w) - f64::from(*b));
-        error[i] += d * d;
-        norm[i] += w * w;
-    }
-    Loss {
-        squared_error: error.iter().sum(),
-        squared_norm: norm.iter().sum(),
-    }
 }
 
 fn resized<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
@@ -234,7 +189,7 @@ pub fn le_bytes(values: &[f16]) -> &[u8] {
         assert!(
             cfg!(target_endian = "little"),
             "weights are read in place: not for big-endian machines"
-        )
+        );
     };
     bytemuck::cast_slice(values)
 }
@@ -245,7 +200,7 @@ pub fn le_bytes_mut(values: &mut [f16]) -> &mut [u8] {
         assert!(
             cfg!(target_endian = "little"),
             "weights are read in place: not for big-endian machines"
-        )
+        );
     };
     bytemuck::cast_slice_mut(values)
 }

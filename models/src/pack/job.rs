@@ -6,13 +6,13 @@ use horizon_core::artifact::Progress;
 use horizon_core::artifact::digest::Summer;
 use horizon_core::artifact::writer::{ArtifactWriter, TensorPlan};
 use horizon_core::dtype::{DType, NarrowingReport};
-use horizon_core::qpacked::{BlockSize, QpackedLayout};
+use horizon_core::qpacked::{BlockSize, QpackedLayout, QuantizationError};
 use horizon_core::roles::{ExpertRole, dense_tensors, expert_tensors};
 
 use super::{PackError, PackOptions};
 use crate::checkpoint::{CheckpointTensor, OpenCheckpoint};
 use crate::source::{ModelSource, PackedNames, packed_layout};
-use crate::transform::{Loss, Scratch, le_bytes, narrow_tensor, quantize_tensor};
+use crate::transform::{Scratch, le_bytes, narrow_tensor, quantize_tensor};
 
 /// A tensor to carry over, and its place in the artifact.
 pub(super) enum Job {
@@ -37,7 +37,7 @@ pub(super) struct Outcome {
     /// What narrowing lost.
     pub narrowing: NarrowingReport,
     /// What quantization lost.
-    pub loss: Option<(ExpertRole, Loss)>,
+    pub loss: Option<(ExpertRole, QuantizationError)>,
     /// The tensor's line in the identity of the source.
     pub identity: String,
 }

@@ -1,28 +1,23 @@
 //! Brings a model into memory: verified from an artifact, or narrowed and quantized from a checkpoint.
 
-use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use half::f16;
 use horizon_core::artifact::manifest::{DTypeRecord, LayerError};
-use horizon_core::artifact::reader::OpenShards;
 use horizon_core::artifact::{Artifact, ArtifactError, Check, Progress};
-use horizon_core::dense::{self, DenseSource, DenseStore, SourceError};
+use horizon_core::dense::{self, DenseStore};
 use horizon_core::dtype::NarrowingReport;
-use horizon_core::ids::{ExpertId, LayerId};
-use horizon_core::image::{ExpertImage, ExpertSource};
-use horizon_core::qpacked::{BlockSize, QpackedLayout, Quantizer};
+use horizon_core::image::ExpertImage;
+use horizon_core::qpacked::{BlockSize, QuantizationError, Quantizer};
 use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
-use horizon_core::roles::{DenseRole, ExpertMatrix, ExpertRole, dense_tensors, expert_tensors};
+use horizon_core::roles::{ExpertRole, dense_tensors, expert_tensors};
 use horizon_core::spec::ModelSpec;
 use thiserror::Error;
 
-use super::{ModelSource, Origin, PackedNames, expert_shape};
+use super::read::{ArtifactReader, CheckpointReader};
+use super::{ModelSource, Origin, expert_shape};
 use crate::checkpoint::{CheckpointError, OpenCheckpoint};
 use crate::pack::{DEFAULT_BLOCK, DEFAULT_QUANTIZER};
-use crate::transform::{
-    Loss, ScratchPool, TransformError, le_bytes, le_bytes_mut, narrow_tensor, quantize_tensor,
-};
+use crate::transform::ScratchPool;
 
 /// How routed experts are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -296,18 +291,11 @@ fn check_settings(artifact: &Artifact, options: &LoadOptions) -> Result<(), Load
         return Err(LoadError::OtherSettings {
             place: place(),
             flag: "--quantizer",
-            asked: quantizer_name(asked).to_owned(),
-            found: quantizer_name(packed.method).to_owned(),
+            asked: asked.to_string(),
+            found: packed.method.to_string(),
         });
     }
     Ok(())
-}
-
-fn quantizer_name(q: Quantizer) -> &'static str {
-    match q {
-        Quantizer::Absmax => "absmax",
-        Quantizer::Mse => "mse",
-    }
 }
 
 /// Says how many values lost bits when they were narrowed to FP16.
@@ -322,12 +310,12 @@ fn lost_bits(narrowing: NarrowingReport) -> Vec<String> {
 }
 
 /// Sums of each layer, experts and matrices in order, whatever order they were found in.
-pub(crate) fn layer_errors(mut losses: Vec<(ExpertRole, Loss)>) -> Vec<LayerError> {
+pub(crate) fn layer_errors(mut losses: Vec<(ExpertRole, QuantizationError)>) -> Vec<LayerError> {
     losses.sort_by_key(|(role, _)| *role);
     losses
         .chunk_by(|(a, _), (b, _)| a.layer == b.layer)
         .map(|layer| {
-            let mut sum = Loss::default();
+            let mut sum = QuantizationError::default();
             layer.iter().for_each(|(_, loss)| sum += *loss);
             LayerError {
                 layer: layer[0].0.layer,
@@ -336,197 +324,4 @@ pub(crate) fn layer_errors(mut losses: Vec<(ExpertRole, Loss)>) -> Vec<LayerErro
             }
         })
         .collect()
-}
-
-fn boxed(e: impl std::error::Error + Send + Sync + 'static) -> SourceError {
-    SourceError(Box::new(e))
-}
-
-/// Zeroes what lies between the ranges of a canonical record.
-fn zero_padding(layout: &RecordLayout, out: &mut [u8]) {
-    let mut at = 0;
-    for range in layout
-        .matrices
-        .iter()
-        .flat_map(|m| [&m.values, &m.scales])
-        .filter(|r| !r.is_empty())
-    {
-        out[at..range.start].fill(0);
-        at = range.end;
-    }
-    out[at..].fill(0);
-}
-
-struct ArtifactReader<'a> {
-    source: &'a ModelSource,
-    shards: OpenShards<'a>,
-    check: Check,
-    progress: &'a dyn Progress,
-}
-
-impl ArtifactReader<'_> {
-    fn fill(&self, name: &str, out: &mut [u8]) -> Result<(), SourceError> {
-        self.shards.read(name, out, self.check).map_err(boxed)?;
-        self.progress.advance(out.len() as u64);
-        Ok(())
-    }
-}
-
-impl DenseSource for ArtifactReader<'_> {
-    fn read(&self, role: DenseRole, _: &[usize], out: &mut [f16]) -> Result<NarrowingReport, SourceError> {
-        self.fill(&self.source.dense_name(role), le_bytes_mut(out))?;
-        Ok(NarrowingReport {
-            values: out.len() as u64,
-            inexact: 0,
-        })
-    }
-}
-
-impl ExpertSource for ArtifactReader<'_> {
-    fn read(
-        &self,
-        layer: LayerId,
-        expert: ExpertId,
-        layout: &RecordLayout,
-        out: &mut [u8],
-    ) -> Result<NarrowingReport, SourceError> {
-        for matrix in ExpertMatrix::ALL {
-            let names = PackedNames::new(&self.source.expert_name(ExpertRole {
-                layer,
-                expert,
-                matrix,
-            }));
-            let ranges = layout.matrix(matrix);
-            self.fill(&names.codes, &mut out[ranges.values.clone()])?;
-            self.fill(&names.scales, &mut out[ranges.scales.clone()])?;
-        }
-        zero_padding(layout, out);
-        Ok(NarrowingReport::default())
-    }
-}
-
-struct CheckpointReader<'a> {
-    source: &'a ModelSource,
-    open: &'a OpenCheckpoint<'a>,
-    quantizer: Option<Quantizer>,
-    scratch: ScratchPool,
-    losses: Mutex<Vec<(ExpertRole, Loss)>>,
-    progress: &'a dyn Progress,
-}
-
-impl CheckpointReader<'_> {
-    fn narrow(
-        &self,
-        name: &str,
-        shape: &[usize],
-        mut put: impl FnMut(usize, &[f16]),
-    ) -> Result<NarrowingReport, SourceError> {
-        let tensor = self.open.checkpoint().tensor(name, shape).map_err(boxed)?;
-        self.scratch
-            .with(|scratch| {
-                narrow_tensor(self.open, &tensor, scratch, None, |at, piece| {
-                    put(at, piece);
-                    self.progress.advance((piece.len() * tensor.dtype.size()) as u64);
-                    Ok::<_, TransformError>(())
-                })
-            })
-            .map_err(boxed)
-    }
-
-    fn quantize(
-        &self,
-        role: ExpertRole,
-        layout: &QpackedLayout,
-        quantizer: Quantizer,
-        out: &mut [u8],
-        [values, scales]: [&Range<usize>; 2],
-    ) -> Result<(), SourceError> {
-        let name = self.source.expert_name(role);
-        let tensor = self
-            .open
-            .checkpoint()
-            .tensor(&name, &[layout.rows, layout.cols])
-            .map_err(boxed)?;
-        let (mut code_at, mut scale_at) = (values.start, scales.start);
-        let loss = self
-            .scratch
-            .with(|scratch| {
-                quantize_tensor(
-                    self.open,
-                    &tensor,
-                    layout,
-                    quantizer,
-                    scratch,
-                    None,
-                    |codes, scales| {
-                        out[code_at..code_at + codes.len()].copy_from_slice(codes);
-                        code_at += codes.len();
-                        out[scale_at..scale_at + scales.len() * 2].copy_from_slice(le_bytes(scales));
-                        scale_at += scales.len() * 2;
-                        let rows = codes.len() / layout.row_bytes();
-                        self.progress
-                            .advance((rows * layout.cols * tensor.dtype.size()) as u64);
-                        Ok::<_, TransformError>(())
-                    },
-                )
-            })
-            .map_err(boxed)?;
-        self.losses
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push((role, loss));
-        Ok(())
-    }
-}
-
-impl DenseSource for CheckpointReader<'_> {
-    fn read(
-        &self,
-        role: DenseRole,
-        shape: &[usize],
-        out: &mut [f16],
-    ) -> Result<NarrowingReport, SourceError> {
-        self.narrow(&self.source.dense_name(role), shape, |at, piece| {
-            out[at..at + piece.len()].copy_from_slice(piece);
-        })
-    }
-}
-
-impl ExpertSource for CheckpointReader<'_> {
-    fn read(
-        &self,
-        layer: LayerId,
-        expert: ExpertId,
-        layout: &RecordLayout,
-        out: &mut [u8],
-    ) -> Result<NarrowingReport, SourceError> {
-        let mut report = NarrowingReport::default();
-        for matrix in ExpertMatrix::ALL {
-            let role = ExpertRole {
-                layer,
-                expert,
-                matrix,
-            };
-            let m = layout.matrix(matrix);
-            match (layout.encoding, self.quantizer) {
-                (ExpertEncoding::Qpacked { block }, Some(quantizer)) => {
-                    let packed = QpackedLayout {
-                        rows: m.rows,
-                        cols: m.cols,
-                        block,
-                    };
-                    self.quantize(role, &packed, quantizer, out, [&m.values, &m.scales])?;
-                }
-                _ => {
-                    let values = &mut out[m.values.clone()];
-                    report +=
-                        self.narrow(&self.source.expert_name(role), &[m.rows, m.cols], |at, piece| {
-                            values[at * 2..(at + piece.len()) * 2].copy_from_slice(le_bytes(piece));
-                        })?;
-                }
-            }
-        }
-        zero_padding(layout, out);
-        Ok(report)
-    }
 }

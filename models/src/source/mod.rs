@@ -2,6 +2,7 @@
 
 mod load;
 mod predict;
+mod read;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -106,7 +107,7 @@ pub struct ModelSource {
 }
 
 enum Origin {
-    Artifact(Artifact),
+    Artifact(Box<Artifact>),
     Checkpoint(Checkpoint),
     Memory(Checkpoint),
 }
@@ -227,7 +228,7 @@ impl ModelSource {
             config,
             config_bytes: bytes,
             names: resolved.names,
-            origin: Origin::Artifact(artifact),
+            origin: Origin::Artifact(Box::new(artifact)),
         })
     }
 
