@@ -2,6 +2,7 @@
 
 pub mod bandwidth;
 pub mod disk;
+pub mod engine;
 pub mod eval;
 pub mod footprint;
 pub mod process;
@@ -11,3 +12,4 @@ pub mod sampler;
 mod scripted;
 pub mod session;
 pub mod stream;
+pub mod text;

@@ -33,7 +33,7 @@ pub trait TextDecoder {
 
 /// A token that could not be decoded.
 #[derive(Debug, Error)]
-#[error("cannot decode the tokens: {0}")]
+#[error("{0}")]
 pub struct TextError(pub String);
 
 /// What to generate.
