@@ -1,7 +1,5 @@
 //! Golden files, and how a result is held against them.
 
-pub mod arm;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};

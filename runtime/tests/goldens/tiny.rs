@@ -2,8 +2,6 @@
 //!
 //! The files and the tolerances are described in `fixtures/goldens/README.md`.
 
-mod common;
-
 use std::sync::atomic::AtomicBool;
 
 use horizon_core::artifact::Silent;
@@ -13,8 +11,8 @@ use horizon_models::pack::{PackOptions, pack};
 use horizon_models::source::{ExpertsMode, ModelSource};
 use serde_json::Value;
 
-use common::arm::{Arm, Outcome, Running, Which, packed};
-use common::{Tensors, Tolerances, difference, fixtures, ids, json, write_checkpoint};
+use crate::arm::{Arm, Outcome, Running, Which, packed};
+use crate::files::{Tensors, Tolerance, Tolerances, difference, fixtures, ids, json, write_checkpoint};
 
 const MODELS: [&str; 8] = [
     "mixtral-tiny",
@@ -279,7 +277,7 @@ fn checkpoints_saved_by_transformers_load_as_written() {
 /// The comparison itself refuses what it must.
 #[test]
 fn a_difference_is_seen() {
-    let tolerance = common::Tolerance {
+    let tolerance = Tolerance {
         rel_rms: 0.1,
         max_over_rms: 0.2,
     };
