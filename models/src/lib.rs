@@ -6,6 +6,8 @@ pub mod config;
 pub mod demo;
 pub mod family;
 pub mod generation;
+#[cfg(feature = "hub")]
+pub mod hub;
 pub mod pack;
 pub mod source;
 pub mod tokenizer;
