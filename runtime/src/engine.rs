@@ -12,7 +12,9 @@ use horizon_core::backend::{
 use horizon_core::cpu::{FastCpu, ReferenceCpu};
 use horizon_core::ids::GenerationId;
 use horizon_core::image::NoExperts;
-use horizon_core::provider::{CacheFault, ExpertProvider, FullyResident, GroupLease, Hold, RoutedGroup, SlotMemory};
+use horizon_core::provider::{
+    CacheFault, ExpertProvider, FullyResident, GroupLease, Hold, RoutedGroup, SlotMemory,
+};
 use horizon_core::qpacked::{BlockSize, Quantizer};
 use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
 use horizon_core::spec::ModelSpec;
@@ -144,10 +146,20 @@ pub struct ExpertsRecord {
 }
 
 impl ExpertsRecord {
-    fn new(encoding: ExpertEncoding, quantizer: Option<Quantizer>) -> Self {
+    /// The record of experts in `encoding`.
+    #[must_use]
+    pub fn new(encoding: ExpertEncoding, quantizer: Option<Quantizer>) -> Self {
         match encoding {
-            ExpertEncoding::Qpacked { block } => Self { encoding: "qpacked", block: Some(block), quantizer },
-            ExpertEncoding::F16 => Self { encoding: "f16", block: None, quantizer: None },
+            ExpertEncoding::Qpacked { block } => Self {
+                encoding: "qpacked",
+                block: Some(block),
+                quantizer,
+            },
+            ExpertEncoding::F16 => Self {
+                encoding: "f16",
+                block: None,
+                quantizer: None,
+            },
         }
     }
 }
@@ -174,7 +186,11 @@ pub struct HostMemory {
 
 impl HostMemory {
     fn new(weights: HostBytes, plan: &Plan) -> Self {
-        Self { total: weights.resident() + plan.bytes(), weights, plan: plan.ledger.clone() }
+        Self {
+            total: weights.resident() + plan.bytes(),
+            weights,
+            plan: plan.ledger.clone(),
+        }
     }
 }
 
@@ -231,7 +247,10 @@ impl Engine {
         let threads = options.threads.map_or(0, NonZeroUsize::get);
         let pool = pool(threads)?;
         let started = Instant::now();
-        let load = LoadOptions { experts: options.experts, ..LoadOptions::default() };
+        let load = LoadOptions {
+            experts: options.experts,
+            ..LoadOptions::default()
+        };
         let loaded = pool.install(|| source.load(&load, options.backend.tiling(), progress))?;
         let load_s = started.elapsed().as_secs_f64();
         let threads = pool.current_num_threads();
@@ -257,10 +276,17 @@ impl Engine {
                 context: regime.context,
                 model_context: loaded.spec.context,
                 prefill_chunk: PREFILL_CHUNK,
-                threads: if options.backend == BackendKind::Cpu { threads } else { 1 },
+                threads: if options.backend == BackendKind::Cpu {
+                    threads
+                } else {
+                    1
+                },
             },
             memory: HostMemory::new(weights, &plan),
-            timings: OpenTimings { load_s, open_s: started.elapsed().as_secs_f64() },
+            timings: OpenTimings {
+                load_s,
+                open_s: started.elapsed().as_secs_f64(),
+            },
             spec: loaded.spec,
             layout: loaded.layout,
             notes: loaded.notes,
@@ -307,14 +333,31 @@ impl Engine {
 
     /// For measurements.
     pub fn evaluator(&mut self) -> Evaluator<'_> {
-        Evaluator { model: self.model.as_mut(), experts: &self.experts, chunk: PREFILL_CHUNK }
+        Evaluator {
+            model: self.model.as_mut(),
+            experts: &self.experts,
+            chunk: PREFILL_CHUNK,
+        }
     }
 
     /// For conversations.
     #[must_use]
     pub fn into_session(self) -> Session {
-        let Settings { context, model_context, prefill_chunk, .. } = self.settings;
-        Session::new(self.model, self.experts, Limits { context, model_context, prefill_chunk })
+        let Settings {
+            context,
+            model_context,
+            prefill_chunk,
+            ..
+        } = self.settings;
+        Session::new(
+            self.model,
+            self.experts,
+            Limits {
+                context,
+                model_context,
+                prefill_chunk,
+            },
+        )
     }
 }
 
@@ -325,7 +368,10 @@ impl Engine {
 pub fn predict_host_memory(source: &ModelSource, options: &EngineOptions) -> Result<HostMemory, EngineError> {
     let regime = regime(source.spec(), options)?;
     let encoding = encoding(source, options.experts);
-    let plan = options.backend.build(options.threads, Arc::new(NoExperts), encoding)?.plan(source.spec(), &regime)?;
+    let plan = options
+        .backend
+        .build(options.threads, Arc::new(NoExperts), encoding)?
+        .plan(source.spec(), &regime)?;
     let threads = pool(options.threads.map_or(0, NonZeroUsize::get))?.current_num_threads();
     let weights = HostBytes::predict(source.spec(), encoding, options.backend.tiling(), threads);
     Ok(HostMemory::new(weights, &plan))
@@ -336,12 +382,12 @@ pub fn predict_host_memory(source: &ModelSource, options: &EngineOptions) -> Res
 pub fn encoding(source: &ModelSource, experts: ExpertsMode) -> ExpertEncoding {
     match (experts, source.artifact()) {
         (ExpertsMode::F16, _) => ExpertEncoding::F16,
-        (ExpertsMode::Qpacked { .. }, Some(a)) => {
-            ExpertEncoding::Qpacked { block: a.manifest().quantizer.block }
-        }
-        (ExpertsMode::Qpacked { block, .. }, None) => {
-            ExpertEncoding::Qpacked { block: block.unwrap_or(DEFAULT_BLOCK) }
-        }
+        (ExpertsMode::Qpacked { .. }, Some(a)) => ExpertEncoding::Qpacked {
+            block: a.manifest().quantizer.block,
+        },
+        (ExpertsMode::Qpacked { block, .. }, None) => ExpertEncoding::Qpacked {
+            block: block.unwrap_or(DEFAULT_BLOCK),
+        },
     }
 }
 
@@ -369,12 +415,20 @@ pub fn pool(threads: usize) -> Result<rayon::ThreadPool, EngineError> {
 fn regime(spec: &ModelSpec, options: &EngineOptions) -> Result<Regime, EngineError> {
     let context = match options.context {
         Some(asked) if asked > spec.context => {
-            return Err(EngineError::ContextTooLong { asked, most: spec.context });
+            return Err(EngineError::ContextTooLong {
+                asked,
+                most: spec.context,
+            });
         }
         Some(asked) => asked,
         None => spec.context.min(DEFAULT_CONTEXT),
     };
-    Ok(Regime { activations: options.activations, context, sequences: 1, max_rows: PREFILL_CHUNK })
+    Ok(Regime {
+        activations: options.activations,
+        context,
+        sequences: 1,
+        max_rows: PREFILL_CHUNK,
+    })
 }
 
 /// The provider of a model without routed experts.
@@ -382,10 +436,16 @@ struct NothingRouted;
 
 impl ExpertProvider for NothingRouted {
     fn capture(&self) -> Hold {
-        Hold { generation: GenerationId(0), keep: Arc::new(()) }
+        Hold {
+            generation: GenerationId(0),
+            keep: Arc::new(()),
+        }
     }
 
     fn acquire(&self, _: &mut Hold, group: &RoutedGroup<'_>) -> Result<Box<dyn GroupLease>, CacheFault> {
-        Err(CacheFault { layer: group.layer, reason: "the model has no routed experts".into() })
+        Err(CacheFault {
+            layer: group.layer,
+            reason: "the model has no routed experts".into(),
+        })
     }
 }

@@ -132,7 +132,10 @@ impl LayerLoad {
 }
 
 /// Uniformly random token ids: splitmix64, the high bits scaled to the vocabulary.
-fn random_tokens(vocab: usize, seed: u64) -> impl Iterator<Item = u32> {
+///
+/// # Panics
+/// Never: the ids are below `vocab`, which fits a `u32`.
+pub fn random_tokens(vocab: usize, seed: u64) -> impl Iterator<Item = u32> {
     let mut state = seed;
     std::iter::repeat_with(move || {
         state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);

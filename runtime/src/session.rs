@@ -13,6 +13,7 @@ use horizon_core::provider::ExpertProvider;
 use serde::Serialize;
 use thiserror::Error;
 
+use crate::eval::Evaluator;
 use crate::sampler::{SampleError, Sampler, Sampling, SamplingRangeError};
 use crate::stream::{EmptyStopString, StopStrings};
 
@@ -180,6 +181,16 @@ impl Session {
     #[must_use]
     pub fn limits(&self) -> Limits {
         self.limits
+    }
+
+    /// For measurements between conversations, which they end.
+    pub fn evaluator(&mut self) -> Evaluator<'_> {
+        self.reset();
+        Evaluator {
+            model: self.model.as_mut(),
+            experts: &self.experts,
+            chunk: self.limits.prefill_chunk,
+        }
     }
 
     /// Forgets the conversation.

@@ -1,0 +1,414 @@
+//! What can be typed. What it means is decided in [`crate::resolve`].
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use horizon_core::qpacked::BlockSize;
+
+/// Run mixture-of-experts language models with INT4 routed experts.
+///
+/// Routed experts are packed to INT4 (the qpacked format) and executed from their packed form; everything else
+/// stays FP16. Without -m, commands use a small story model that is part of the program.
+#[derive(Debug, Parser)]
+#[command(name = "horizon", version, after_help = AFTER_HELP, max_term_width = 110)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const AFTER_HELP: &str = "\
+Exit codes: 0 success, 1 the work failed, 2 the command line is wrong, 130 interrupted.
+Errors go to stderr. With --json an error is also printed to stdout, as {\"error\": {\"message\": ..., \"causes\": [...]}};
+a mistake in the command line is reported on stderr only.";
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Continue a text.
+    ///
+    /// The text goes to stdout as it is generated; speed and memory go to stderr afterwards.
+    Run(RunArgs),
+    /// Talk with a model, turn by turn.
+    ///
+    /// Ctrl-C stops an answer, Ctrl-D or /exit ends the conversation, /reset begins a new one. Each line of
+    /// piped input is a turn.
+    Chat(ChatArgs),
+    /// Pack a checkpoint into an artifact: routed experts to INT4, the rest to FP16.
+    Pack(PackArgs),
+    /// Show what a model is made of and what it needs.
+    Inspect(InspectArgs),
+    /// Measure a model's output.
+    #[command(subcommand)]
+    Eval(EvalCommand),
+    /// Measure speed.
+    #[command(subcommand)]
+    Bench(BenchCommand),
+    /// Print a completion script for a shell.
+    Completions {
+        /// Shell.
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page (roff), of the program or of one command.
+    Man {
+        /// Command, e.g. `run` or `eval logits`.
+        command: Vec<String>,
+    },
+}
+
+/// `horizon eval`.
+#[derive(Debug, Subcommand)]
+pub enum EvalCommand {
+    /// Write the logits at every position of a token sequence to a safetensors file.
+    ///
+    /// Tensor `logits`, F32, [positions, vocab]. With --taps also, for every layer L, `hidden.L`, `attn_out.L`,
+    /// `mlp_out.L` (F32 [positions, hidden]) and, for layers with experts, `router_logits.L` (F32), `topk_index.L`
+    /// (I32) and `topk_weight.L` (F32).
+    Logits(LogitsArgs),
+    /// Mean negative log likelihood of a text, and its exponential.
+    ///
+    /// The text is tokenised whole, nothing added, and cut into consecutive windows; each window runs on its own
+    /// from position 0, and every token but the first of each window is predicted. The mean is over all
+    /// predicted tokens, in nats.
+    Perplexity(PerplexityArgs),
+}
+
+/// `horizon bench`.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Decode speed, as a fraction of what this machine's memory bandwidth allows.
+    Decode(BenchDecodeArgs),
+    /// Write a synthetic checkpoint with the shapes of a real model, for measurements.
+    MakeCheckpoint(MakeCheckpointArgs),
+}
+
+/// Which model, and how it is executed.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// Model: a packed artifact, a Hugging Face checkpoint directory, or org/name on the hub [default: the
+    /// embedded demo model]
+    #[arg(short, long, value_name = "DIR|ORG/NAME")]
+    pub model: Option<String>,
+    #[command(flatten)]
+    pub execution: ExecutionArgs,
+}
+
+/// How a model is executed.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Execution")]
+pub struct ExecutionArgs {
+    /// What computes
+    #[arg(long, value_enum, default_value_t = BackendName::Cpu)]
+    pub backend: BackendName,
+    /// How routed experts are held and executed; f16 is the unquantized control
+    #[arg(long, value_enum, default_value_t = ExpertsName::Qpacked)]
+    pub experts: ExpertsName,
+    /// Type that matrix products read their activations in, and of the KV cache
+    #[arg(long, value_enum, default_value_t = ActivationsName::F16)]
+    pub activations: ActivationsName,
+    #[command(flatten)]
+    pub packing: PackingArgs,
+    /// Positions of the context [default: the model's, at most 4096]
+    #[arg(long, value_name = "N")]
+    pub ctx: Option<NonZeroUsize>,
+    /// Threads [default: all cores]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
+}
+
+/// How experts are packed.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct PackingArgs {
+    /// How the scales of packed experts are chosen; must agree with an artifact that is already packed
+    #[arg(long, value_enum)]
+    pub quantizer: Option<QuantizerName>,
+    /// Values that share a scale: 32, 64, 128 or 256; must agree with an artifact that is already packed
+    #[arg(long, value_name = "B")]
+    pub block: Option<BlockSize>,
+}
+
+/// How tokens are chosen and when to stop. What is not given comes from the model's generation_config.json.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Generation")]
+pub struct GenerateArgs {
+    /// Most tokens to generate
+    #[arg(short = 'n', long, value_name = "N")]
+    pub max_tokens: Option<usize>,
+    /// Take the most likely token every time
+    #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p", "min_p"])]
+    pub greedy: bool,
+    /// Divides the logits; 0 is greedy
+    #[arg(long, visible_alias = "temp", value_name = "T")]
+    pub temperature: Option<f32>,
+    /// Keep the K most likely tokens; 0 keeps all
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Keep the smallest set of tokens whose probability reaches P
+    #[arg(long, value_name = "P")]
+    pub top_p: Option<f32>,
+    /// Keep tokens at least P times as likely as the most likely one
+    #[arg(long, value_name = "P")]
+    pub min_p: Option<f32>,
+    /// Above 1 makes tokens that occurred less likely
+    #[arg(long, value_name = "R")]
+    pub repetition_penalty: Option<f32>,
+    /// Seed of the draws [default: a new one, reported]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Text that ends the answer and is not part of it; can be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Go on past the end of the text
+    #[arg(long)]
+    pub ignore_eos: bool,
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Debug, Args)]
+#[command(next_help_heading = "Output")]
+pub struct OutputArgs {
+    /// Print JSON to stdout, and nothing else there
+    #[arg(long)]
+    pub json: bool,
+    /// No notes, figures or progress on stderr
+    #[arg(short, long)]
+    pub quiet: bool,
+}
+
+/// `horizon run`.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// Text to continue [default: stdin, if it is piped]
+    pub prompt: Option<String>,
+    /// Read the text from a file, byte for byte; - is stdin
+    #[arg(short, long, value_name = "FILE", conflicts_with = "prompt")]
+    pub file: Option<PathBuf>,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Put the text through the model's chat template, as a user's message
+    #[arg(long, conflicts_with = "raw")]
+    pub chat: bool,
+    /// Give the text to the model as it is, special tokens in it parsed (the default)
+    #[arg(long)]
+    pub raw: bool,
+    /// System message
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    pub system: Option<String>,
+    /// Print the prompt before the answer [default: when stdout is a terminal, without --chat]
+    #[arg(long)]
+    pub echo: bool,
+    /// Special tokens in the answer's text [default: show, with --chat hide]
+    #[arg(long, value_enum, value_name = "HOW")]
+    pub special_tokens: Option<SpecialTokens>,
+    #[command(flatten)]
+    pub generate: GenerateArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `horizon chat`.
+#[derive(Debug, Args)]
+pub struct ChatArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// System message
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    #[command(flatten)]
+    pub generate: GenerateArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `horizon pack`.
+#[derive(Debug, Args)]
+pub struct PackArgs {
+    /// Hugging Face checkpoint directory, or org/name on the hub
+    #[arg(value_name = "SRC")]
+    pub source: String,
+    /// Directory to write; it must not exist
+    #[arg(short, long, value_name = "DIR")]
+    pub output: PathBuf,
+    /// Replace an artifact that exists
+    #[arg(long)]
+    pub force: bool,
+    #[command(flatten)]
+    pub packing: PackingArgs,
+    /// Threads [default: all cores]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<NonZeroUsize>,
+    #[command(flatten)]
+    pub out: OutputArgs,
+}
+
+/// `horizon inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// Model: an artifact, a checkpoint directory, or org/name [default: the embedded demo model]
+    #[arg(value_name = "MODEL", conflicts_with = "model")]
+    pub positional: Option<String>,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Check the SHA-256 of everything in an artifact
+    #[arg(long)]
+    pub verify: bool,
+    /// Quantize a large checkpoint in memory to tell the quantization error (small ones always are)
+    #[arg(long)]
+    pub measure: bool,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `horizon eval logits`.
+#[derive(Debug, Args)]
+pub struct LogitsArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Token ids, separated by commas or spaces
+    #[arg(long, value_name = "IDS")]
+    pub tokens: String,
+    /// File to write
+    #[arg(short, long, value_name = "FILE")]
+    pub output: PathBuf,
+    /// Also write what the stages of every layer produced
+    #[arg(long)]
+    pub taps: bool,
+    #[command(flatten)]
+    pub out: OutputArgs,
+}
+
+/// `horizon eval perplexity`.
+#[derive(Debug, Args)]
+pub struct PerplexityArgs {
+    /// Text, UTF-8
+    pub file: PathBuf,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Tokens of a window
+    #[arg(long, value_name = "N", default_value_t = 512)]
+    pub window: usize,
+    /// Only the first N bytes of the file; a character cut off there is dropped [default: the whole file]
+    #[arg(long, value_name = "N")]
+    pub bytes: Option<u64>,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `horizon bench decode`.
+#[derive(Debug, Args)]
+pub struct BenchDecodeArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Tokens to generate
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..))]
+    pub tokens: u32,
+    /// Tokens of the prompt, drawn at random
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..))]
+    pub prompt_tokens: u32,
+    /// Seed of the prompt
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Drop the model's files from the page cache first, and measure the disk's read rate instead of the cache's
+    #[arg(long)]
+    pub cold: bool,
+    /// Also count which experts N random tokens choose, layer by layer
+    #[arg(long, value_name = "N")]
+    pub routing_load: Option<usize>,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// `horizon bench make-checkpoint`.
+#[derive(Debug, Args)]
+pub struct MakeCheckpointArgs {
+    /// Which model's shapes
+    #[arg(long, value_name = "SHAPE")]
+    pub shape: String,
+    /// Directory to write; it must not exist
+    #[arg(short, long, value_name = "DIR")]
+    pub output: PathBuf,
+    /// Layers [default: all]
+    #[arg(long, value_name = "N")]
+    pub layers: Option<NonZeroUsize>,
+    /// Seed of the weights
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    #[command(flatten)]
+    pub out: OutputArgs,
+}
+
+/// Backends by name; those that this build lacks are known, to say so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BackendName {
+    /// All cores, SIMD chosen at run time
+    Cpu,
+    /// One thread, written like the formulas; slow
+    CpuReference,
+    /// NVIDIA GPUs
+    #[value(hide = true)]
+    Cuda,
+    /// GPUs through wgpu
+    #[value(hide = true)]
+    Wgpu,
+}
+
+/// `--experts`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ExpertsName {
+    Qpacked,
+    F16,
+}
+
+/// `--activations`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ActivationsName {
+    F16,
+    F32,
+}
+
+/// `--quantizer`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum QuantizerName {
+    /// The signed extreme of a block becomes -8
+    Absmax,
+    /// Least squared error
+    Mse,
+}
+
+/// `--special-tokens`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum SpecialTokens {
+    Show,
+    Hide,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn what_cannot_go_together_is_refused() {
+        for line in [
+            &["run", "a", "-f", "b"] as &[&str],
+            &["run", "a", "--chat", "--raw"],
+            &["run", "a", "--system", "s"],
+            &["run", "a", "--greedy", "--temp", "1"],
+            &["run", "a", "--block", "48"],
+            &["run", "a", "--backend", "tpu"],
+            &["run", "a", "--threads", "0"],
+            &["bench", "decode", "--tokens", "1"],
+            &["pack", "dir"],
+        ] {
+            let parsed = Cli::try_parse_from(std::iter::once(&"horizon").chain(line));
+            assert_eq!(parsed.err().map(|e| e.exit_code()), Some(2), "{line:?}");
+        }
+    }
+}

@@ -1,0 +1,12 @@
+//! The commands, one file each.
+
+pub mod about;
+pub mod bench;
+pub mod chat;
+pub mod eval;
+pub mod inspect;
+pub mod inspect_text;
+pub mod model;
+pub mod pack;
+pub mod report;
+pub mod run;
