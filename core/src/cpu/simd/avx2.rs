@@ -5,9 +5,9 @@
 )]
 
 use std::arch::x86_64::{
-    __m256, __m256i, _mm_loadu_si128, _mm256_and_si256, _mm256_cvtepi32_ps, _mm256_cvtph_ps, _mm256_fmadd_ps,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_srli_epi32,
-    _mm256_storeu_ps, _mm256_sub_epi32,
+    __m256, __m256i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm256_and_si256, _mm256_cvtepi32_ps,
+    _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_sub_epi32,
 };
 
 use half::f16;
@@ -45,6 +45,15 @@ impl Simd for Avx2 {
     type V = [__m256; 2];
     type Codes = [__m256i; 2];
     type Scale = __m256;
+
+    const MANY_REGISTERS: bool = false;
+
+    #[inline(always)]
+    fn prefetch<T>(self, data: &T, bytes: usize) {
+        let line = std::ptr::from_ref(data).cast::<i8>().wrapping_add(bytes);
+        // SAFETY: a prefetch reads nothing and never faults, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line) }
+    }
 
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {
@@ -137,14 +146,16 @@ impl Simd for Avx2 {
 
     #[inline(always)]
     fn next_integers(self, codes: &mut Self::Codes) -> Self::V {
-        codes.each_mut().map(|c| {
+        let mut out = self.splat(0.0);
+        for (c, out) in codes.iter_mut().zip(&mut out) {
             // SAFETY: `self` proves AVX2.
             unsafe {
                 let q = _mm256_sub_epi32(_mm256_and_si256(*c, _mm256_set1_epi32(15)), _mm256_set1_epi32(8));
                 *c = _mm256_srli_epi32::<4>(*c);
-                _mm256_cvtepi32_ps(q)
+                *out = _mm256_cvtepi32_ps(q);
             }
-        })
+        }
+        out
     }
 }
 

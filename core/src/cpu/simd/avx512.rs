@@ -5,9 +5,9 @@
 )]
 
 use std::arch::x86_64::{
-    __m512, __m512i, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm256_loadu_si256, _mm512_cvtph_ps,
-    _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mul_ps, _mm512_permutexvar_ps,
-    _mm512_set1_ps, _mm512_setr_ps, _mm512_srli_epi32, _mm512_storeu_ps,
+    __m512, __m512i, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm_prefetch,
+    _mm256_loadu_si256, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mul_ps,
+    _mm512_permutexvar_ps, _mm512_set1_ps, _mm512_setr_ps, _mm512_srli_epi32, _mm512_storeu_ps,
 };
 
 use half::f16;
@@ -46,6 +46,15 @@ impl Simd for Avx512 {
     type Codes = __m512i;
     /// The sixteen weights `d * (code - 8)`, by code.
     type Scale = __m512;
+
+    const MANY_REGISTERS: bool = true;
+
+    #[inline(always)]
+    fn prefetch<T>(self, data: &T, bytes: usize) {
+        let line = std::ptr::from_ref(data).cast::<i8>().wrapping_add(bytes);
+        // SAFETY: a prefetch reads nothing and never faults, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line) }
+    }
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {

@@ -25,6 +25,11 @@ pub trait Simd: Copy + Send + Sync {
     /// Decoding constants of one block: its scale and whatever an implementation derives from it.
     type Scale: Copy;
 
+    /// Whether there are registers for four rows by four inputs; else two by two.
+    const MANY_REGISTERS: bool;
+
+    /// Asks for the cache line at `data + bytes`, which may lie outside `data`. Only speed depends on it.
+    fn prefetch<T>(self, data: &T, bytes: usize);
     /// All lanes `x`.
     fn splat(self, x: f32) -> Self::V;
     /// Lanes from memory.
@@ -88,7 +93,9 @@ impl Isa {
     /// The fastest that this CPU has.
     #[must_use]
     pub fn best() -> Self {
-        Self::available().pop().unwrap_or(Self(Inner::Scalar(scalar::Scalar)))
+        Self::available()
+            .pop()
+            .unwrap_or(Self(Inner::Scalar(scalar::Scalar)))
     }
 
     /// Name, as reports print it.

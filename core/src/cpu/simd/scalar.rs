@@ -14,6 +14,11 @@ impl Simd for Scalar {
     type Codes = [u32; LANES];
     type Scale = f32;
 
+    const MANY_REGISTERS: bool = false;
+
+    #[inline(always)]
+    fn prefetch<T>(self, _: &T, _: usize) {}
+
     #[inline(always)]
     fn splat(self, x: f32) -> Self::V {
         [x; LANES]
