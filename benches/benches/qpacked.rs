@@ -4,14 +4,18 @@ use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use half::f16;
-use horizon_benches::{Reporter, Threads, short};
+use horizon_benches::{Reporter, Threads};
 use horizon_core::qpacked::{
     BlockSize, CodecPath, QpackedLayout, Quantizer, dequantize, dequantize_with, quantize_with,
 };
 use rayon::prelude::*;
 
-/// Columns: OLMoE's gate and up, and Qwen1.5-MoE's down, whose last block is short.
-const COLUMNS: [usize; 2] = [2048, 1408];
+/// Columns and block size: OLMoE's gate and up, and Qwen1.5-MoE's down, whose last block of 256 is short.
+const CASES: [(usize, BlockSize); 3] = [
+    (2048, BlockSize::B256),
+    (2048, BlockSize::B32),
+    (1408, BlockSize::B256),
+];
 /// Values of the timed matrix, roughly: 128 MiB of FP32, more than any cache.
 const VALUES: usize = 32 << 20;
 /// Rows that are checked against the scalar path before anything is timed.
@@ -138,13 +142,8 @@ fn check(path: CodecPath, cols: usize, block: BlockSize, quantizer: Quantizer) {
 fn quantizers(criterion: &mut Criterion) {
     let reporter = Reporter::new().expect("the yardstick needs 1 GiB of memory");
     for quantizer in Quantizer::ALL {
-        let mut group = criterion.benchmark_group(format!("quantize/{quantizer}"));
-        short(&mut group);
-        for (cols, block) in [
-            (COLUMNS[0], BlockSize::B256),
-            (COLUMNS[0], BlockSize::B32),
-            (COLUMNS[1], BlockSize::B256),
-        ] {
+        let mut group = reporter.group(criterion, &format!("quantize/{quantizer}"));
+        for (cols, block) in CASES {
             let mut matrix = Matrix::timed(cols, block);
             let bytes = matrix.weights.len() * 4;
             for path in CodecPath::available() {
@@ -152,42 +151,31 @@ fn quantizers(criterion: &mut Criterion) {
                 // A second a pass, and nobody's choice.
                 if path != CodecPath::Scalar {
                     let name = format!("{path}/{cols}/b{block}");
-                    reporter.time(&mut group, &name, (bytes, Threads::One), || {
-                        matrix.quantize(path, quantizer)
-                    });
+                    group.time(&name, bytes, Threads::One, || matrix.quantize(path, quantizer));
                 }
             }
             let path = CodecPath::fastest();
             let name = format!("{path}/{cols}/b{block}/all-threads");
-            reporter.time(&mut group, &name, (bytes, Threads::All), || {
+            group.time(&name, bytes, Threads::All, || {
                 matrix.quantize_on_all_threads(path, quantizer);
             });
         }
-        group.finish();
     }
 }
 
 fn dequantizers(criterion: &mut Criterion) {
     let reporter = Reporter::new().expect("the yardstick needs 1 GiB of memory");
-    let mut group = criterion.benchmark_group("dequantize");
-    short(&mut group);
-    for (cols, block) in [
-        (COLUMNS[0], BlockSize::B256),
-        (COLUMNS[0], BlockSize::B32),
-        (COLUMNS[1], BlockSize::B256),
-    ] {
+    let mut group = reporter.group(criterion, "dequantize");
+    for (cols, block) in CASES {
         let mut matrix = Matrix::timed(cols, block);
         matrix.quantize(CodecPath::fastest(), Quantizer::Absmax);
         let bytes = matrix.packed_bytes() + matrix.values.len() * 4;
         for path in CodecPath::available() {
             check(path, cols, block, Quantizer::Absmax);
             let name = format!("{path}/{cols}/b{block}");
-            reporter.time(&mut group, &name, (bytes, Threads::One), || {
-                matrix.dequantize(path)
-            });
+            group.time(&name, bytes, Threads::One, || matrix.dequantize(path));
         }
     }
-    group.finish();
 }
 
 criterion_group!(benches, quantizers, dequantizers);

@@ -1,7 +1,7 @@
 //! What every benchmark needs: the yardstick, and a reporter that holds a figure against it.
 //!
 //! A benchmark checks the result of what it is about to time, once, and stops if it is wrong. Then it hands the
-//! routine to [`Reporter::time`], which lets Criterion time it and prints bytes per second of the fastest sample
+//! routine to [`Group::time`], which lets Criterion time it and prints bytes per second of the fastest sample
 //! and the share of the machine's read bandwidth, measured in the same process. `README.md` says how to read that.
 
 use std::cell::Cell;
@@ -9,7 +9,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use criterion::measurement::WallTime;
-use criterion::{BenchmarkGroup, Throughput};
+use criterion::{BenchmarkGroup, Criterion, Throughput};
 use horizon_runtime::bandwidth;
 
 /// Threads that a routine uses.
@@ -89,17 +89,34 @@ impl Reporter {
         })
     }
 
+    /// A group of figures with short samples: the routines here take milliseconds, and the best one counts.
+    pub fn group<'c>(&self, criterion: &'c mut Criterion, name: &str) -> Group<'c> {
+        let mut group = criterion.benchmark_group(name);
+        group
+            .sample_size(10)
+            .warm_up_time(Duration::from_millis(300))
+            .measurement_time(Duration::from_secs(1));
+        Group {
+            yardstick: self.yardstick,
+            name: name.to_owned(),
+            group,
+        }
+    }
+}
+
+/// Figures with a common beginning of their names.
+pub struct Group<'c> {
+    yardstick: Option<Yardstick>,
+    name: String,
+    group: BenchmarkGroup<'c, WallTime>,
+}
+
+impl Group<'_> {
     /// Times `routine`, which reads or moves `bytes` bytes of memory when called once.
-    pub fn time(
-        &self,
-        group: &mut BenchmarkGroup<'_, WallTime>,
-        name: &str,
-        (bytes, threads): (usize, Threads),
-        mut routine: impl FnMut(),
-    ) {
+    pub fn time(&mut self, name: &str, bytes: usize, threads: Threads, mut routine: impl FnMut()) {
         let best = Cell::new(f64::INFINITY);
-        group.throughput(Throughput::Bytes(bytes as u64));
-        group.bench_function(name, |bencher| {
+        self.group.throughput(Throughput::Bytes(bytes as u64));
+        self.group.bench_function(name, |bencher| {
             bencher.iter_custom(|iterations| {
                 let start = Instant::now();
                 for _ in 0..iterations {
@@ -112,17 +129,17 @@ impl Reporter {
         });
         // A name that the command line filters out was never called.
         if let Some(yardstick) = self.yardstick.filter(|_| best.get().is_finite()) {
-            println!("{}", line(name, bytes, best.get(), yardstick.of(threads)));
+            println!(
+                "{}",
+                line(
+                    &format!("{}/{name}", self.name),
+                    bytes,
+                    best.get(),
+                    yardstick.of(threads)
+                )
+            );
         }
     }
-}
-
-/// Short samples: a routine here takes milliseconds and its best sample is what counts.
-pub fn short(group: &mut BenchmarkGroup<'_, WallTime>) {
-    group
-        .sample_size(10)
-        .warm_up_time(Duration::from_millis(300))
-        .measurement_time(Duration::from_secs(1));
 }
 
 /// The line of one figure.
