@@ -5,10 +5,10 @@ use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use horizon_core::artifact::Digest;
 use horizon_core::artifact::header::{self, HeaderEntry, HeaderError};
 use horizon_core::artifact::io::{is_plain_name, read_bounded, read_exact_at};
-use horizon_core::artifact::reader::MAX_SMALL_FILE_BYTES;
-use horizon_core::artifact::{Digest, manifest::INDEX_FILE};
+use horizon_core::artifact::manifest::{INDEX_FILE, MAX_SMALL_FILE_BYTES};
 use horizon_core::dtype::DType;
 use serde::Deserialize;
 use thiserror::Error;

@@ -23,6 +23,9 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Largest manifest accepted, in bytes.
 pub const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 
+/// Largest file beside the shards that is accepted, in bytes.
+pub const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
+
 /// How every manifest starts; the digits of its SHA-256 follow.
 const OPENING: &str = "{\n  \"manifest_sha256\": \"";
 
@@ -303,6 +306,23 @@ impl Manifest {
             if !names.insert(name) {
                 return Err(record(name, "listed twice".into()));
             }
+        }
+        if let Some(f) = self.files.iter().find(|f| f.bytes > MAX_SMALL_FILE_BYTES) {
+            return Err(record(
+                &f.name,
+                format!("{} bytes; at most {MAX_SMALL_FILE_BYTES} are accepted", f.bytes),
+            ));
+        }
+        let mut sizes = self
+            .files
+            .iter()
+            .map(|f| f.bytes)
+            .chain(self.shards.iter().map(|s| s.bytes));
+        if sizes.try_fold(0u64, u64::checked_add).is_none() {
+            return Err(record(
+                "shards",
+                "their sizes add up to more than any disk holds".into(),
+            ));
         }
         let mut tensors = HashSet::new();
         for shard in &self.shards {

@@ -8,13 +8,12 @@ use super::digest::{Digest, Hasher, Summer};
 use super::error::{ArtifactError, ManifestError};
 use super::io;
 use super::manifest::{
-    FileRecord, INDEX_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, ShardRecord, TensorRecord, VERSION,
+    FileRecord, INDEX_FILE, MANIFEST_FILE, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES, Manifest, ShardRecord,
+    TensorRecord, VERSION,
 };
 
 /// Bytes read at a time, then hashed while they are in the core's own cache.
 pub const PIECE: usize = 256 << 10;
-/// Largest file beside the shards that is accepted, in bytes.
-pub const MAX_SMALL_FILE_BYTES: u64 = 64 << 20;
 
 /// What is checked of the bytes that are read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
