@@ -383,6 +383,13 @@ pub enum SpecialTokens {
     Hide,
 }
 
+/// An environment variable of Hugging Face's programs (`HF_HOME`, `HF_TOKEN` …): where the hub and its cache are.
+/// Nothing else is read from the environment.
+#[must_use]
+pub fn hub_variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use horizon_core::backend::Activations;
 use horizon_core::qpacked::Quantizer;
 use horizon_models::generation::GenerationConfig;
+use horizon_models::hub::RepoId;
 use horizon_models::source::ExpertsMode;
 use horizon_runtime::engine::{BackendKind, EngineOptions};
 use horizon_runtime::sampler::Sampling;
@@ -25,7 +26,7 @@ pub enum ModelPlace {
     /// A directory (or what the user took for one).
     Path(PathBuf),
     /// A repository on the hub.
-    Hub(String),
+    Hub(RepoId),
 }
 
 impl ModelPlace {
@@ -33,21 +34,15 @@ impl ModelPlace {
     #[must_use]
     pub fn of(model: Option<&str>) -> Self {
         let Some(model) = model else { return Self::Embedded };
-        if !Path::new(model).exists() && is_repository(model) {
-            return Self::Hub(model.to_owned());
+        // `models/olmoe.hz` with a directory `models` here is a path, mistyped perhaps, and no repository.
+        let begins_here = model
+            .split_once('/')
+            .is_some_and(|(first, _)| Path::new(first).is_dir());
+        match RepoId::parse(model) {
+            Some(repo) if !begins_here && !Path::new(model).exists() => Self::Hub(repo),
+            _ => Self::Path(model.into()),
         }
-        Self::Path(model.into())
     }
-}
-
-/// Whether `name` has the form `org/name` and could not be a relative path that was meant as one.
-fn is_repository(name: &str) -> bool {
-    let part = |s: &str| {
-        let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        !s.is_empty() && !s.starts_with('.') && s.chars().all(allowed)
-    };
-    name.split_once('/')
-        .is_some_and(|(org, name)| part(org) && part(name) && !Path::new(org).is_dir())
 }
 
 /// How the model is executed.
@@ -250,7 +245,7 @@ mod tests {
     #[test]
     fn greedy_is_the_default_without_files_and_a_sampling_flag_ends_it() {
         let none = GenerationConfig::default();
-        let greedy = |line: &[&str], model| plan(line, model).expect("sound").sampling.greedy;
+        let greedy = |line: &[&str], model: &GenerationConfig| plan(line, model).expect("sound").sampling.greedy;
         assert!(greedy(&[], &none) && greedy(&["--greedy"], &demo()));
         assert!(greedy(&["--repetition-penalty", "1.2"], &none));
         for flag in [
@@ -285,10 +280,10 @@ mod tests {
         let here = env!("CARGO_MANIFEST_DIR");
         assert_eq!(ModelPlace::of(None), ModelPlace::Embedded);
         assert_eq!(ModelPlace::of(Some(here)), ModelPlace::Path(here.into()));
-        assert_eq!(
-            ModelPlace::of(Some("allenai/OLMoE-1B-7B-0924")),
-            ModelPlace::Hub("allenai/OLMoE-1B-7B-0924".into())
-        );
+        for name in ["allenai/OLMoE-1B-7B-0924", "org/name@v1"] {
+            let repo = RepoId::parse(name).expect("a repository");
+            assert_eq!(ModelPlace::of(Some(name)), ModelPlace::Hub(repo), "{name}");
+        }
         // `src` is a directory here, so the user means something in it.
         for path in [
             "src/no-such",

@@ -49,7 +49,8 @@ pub fn read_rate(files: &[PathBuf]) -> Result<ReadRate, DiskError> {
         let len = file.metadata().map_err(&failed)?.len();
         bytes += len;
         let file = std::sync::Arc::new(file);
-        tasks.extend((0..len.div_ceil(TASK)).map(|i| (path, file.clone(), i * TASK..len.min((i + 1) * TASK))));
+        tasks
+            .extend((0..len.div_ceil(TASK)).map(|i| (path, file.clone(), i * TASK..len.min((i + 1) * TASK))));
     }
     let start = Instant::now();
     tasks.par_iter().with_max_len(1).try_for_each_init(
@@ -65,7 +66,11 @@ pub fn read_rate(files: &[PathBuf]) -> Result<ReadRate, DiskError> {
         },
     )?;
     let bytes_per_second = bytes as f64 / start.elapsed().as_secs_f64();
-    Ok(ReadRate { bytes, threads: rayon::current_num_threads(), bytes_per_second })
+    Ok(ReadRate {
+        bytes,
+        threads: rayon::current_num_threads(),
+        bytes_per_second,
+    })
 }
 
 /// Asks the system to forget what it holds of `files` in memory, so that the next read comes from the disk.
@@ -84,7 +89,10 @@ pub fn drop_from_cache(files: &[PathBuf]) -> Result<(), DiskError> {
 }
 
 fn at(path: &Path) -> impl Fn(io::Error) -> DiskError {
-    move |source| DiskError { path: path.to_owned(), source }
+    move |source| DiskError {
+        path: path.to_owned(),
+        source,
+    }
 }
 
 #[cfg(test)]
@@ -104,6 +112,11 @@ mod tests {
         assert_eq!(rate.bytes, PIECE as u64 + 18);
         assert!(rate.bytes_per_second > 0.0);
         let missing = folder.path().join("missing");
-        assert!(read_rate(std::slice::from_ref(&missing)).expect_err("is missing").to_string().contains("missing"));
+        assert!(
+            read_rate(std::slice::from_ref(&missing))
+                .expect_err("is missing")
+                .to_string()
+                .contains("missing")
+        );
     }
 }

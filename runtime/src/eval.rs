@@ -81,7 +81,7 @@ impl Evaluator<'_> {
                         v.insert((tap.width, tap.data));
                     }
                     std::collections::btree_map::Entry::Occupied(mut o) => {
-                        extend(&mut o.get_mut().1, tap.data)
+                        extend(&mut o.get_mut().1, tap.data);
                     }
                 }
             }

@@ -158,7 +158,7 @@ mod tests {
             least: 0,
             median: 3,
             most: 3,
-            repeated: (1 + 2 + 1) as f64 / 6.0,
+            repeated: 4.0 / 6.0,
         };
         assert_eq!(load, want);
         assert_eq!(LayerLoad::of(LayerId(0), &[1], 2, 1).repeated, 0.0);

@@ -80,7 +80,7 @@ fn text_reaches_the_sink_as_it_becomes_certain() {
     };
     let answer = s
         .generate(&r, &mut Letters, &AtomicBool::new(false), &mut |t| {
-            pieces.push(t.to_string())
+            pieces.push(t.to_string());
         })
         .expect("generation succeeds");
     assert_eq!(pieces, ["a", "bc", "d", "~"]);

@@ -63,7 +63,10 @@ pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer, TextFilesError> {
         };
         return Err(TextFilesError::NoTokenizer { place: place(), hint });
     };
-    Tokenizer::from_bytes(&bytes).map_err(|source| TextFilesError::Tokenizer { place: place(), source })
+    Tokenizer::from_bytes(&bytes).map_err(|source| TextFilesError::Tokenizer {
+        place: place(),
+        source,
+    })
 }
 
 /// Tokenizer and generation defaults, and the files of the chat template.
@@ -94,9 +97,19 @@ impl TextFiles {
         let eos = chat_files(&template).special_token("eos_token").ok().flatten();
         let eos = eos.and_then(|token| tokenizer.token_to_id(&token));
         let file = source.file("generation_config.json")?;
-        let generation = GenerationConfig::from_files(file.as_deref(), source.config(), eos)
-            .map_err(|source| TextFilesError::Generation { place: place.clone(), source })?;
-        Ok(Self { tokenizer, generation, place, template })
+        let generation =
+            GenerationConfig::from_files(file.as_deref(), source.config(), eos).map_err(|source| {
+                TextFilesError::Generation {
+                    place: place.clone(),
+                    source,
+                }
+            })?;
+        Ok(Self {
+            tokenizer,
+            generation,
+            place,
+            template,
+        })
     }
 
     /// The chat template.
@@ -104,14 +117,20 @@ impl TextFiles {
     /// # Errors
     /// [`TextFilesError::Chat`] when there is none or it cannot be used.
     pub fn chat_template(&self) -> Result<ChatTemplate, TextFilesError> {
-        ChatTemplate::from_files(&chat_files(&self.template))
-            .map_err(|source| TextFilesError::Chat { place: self.place.clone(), source })
+        ChatTemplate::from_files(&chat_files(&self.template)).map_err(|source| TextFilesError::Chat {
+            place: self.place.clone(),
+            source,
+        })
     }
 }
 
 fn chat_files(files: &[Option<Vec<u8>>; 3]) -> ChatFiles<'_> {
     let [chat_template, tokenizer_config, special_tokens_map] = files.each_ref().map(Option::as_deref);
-    ChatFiles { chat_template, tokenizer_config, special_tokens_map }
+    ChatFiles {
+        chat_template,
+        tokenizer_config,
+        special_tokens_map,
+    }
 }
 
 impl TextDecoder for TextStream<'_> {

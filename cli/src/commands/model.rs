@@ -1,12 +1,18 @@
 //! Opening a model: what `run`, `chat`, `inspect`, `eval` and `bench` share.
 
+use std::error::Error;
+use std::fmt;
+use std::path::PathBuf;
+
 use horizon_core::artifact::Progress;
 use horizon_models::demo;
+use horizon_models::hub::{self, HubError, HubSettings, RepoId};
 use horizon_models::source::ModelSource;
 use horizon_runtime::engine::{Engine, EngineOptions};
 use horizon_runtime::text::TextFiles;
 
-use crate::output::{Bar, CliError};
+use crate::args::hub_variable;
+use crate::output::{Bar, CliError, bytes};
 use crate::resolve::ModelPlace;
 
 /// Opens the files of a model; from the hub after downloading what is missing.
@@ -24,12 +30,61 @@ pub fn open(place: &ModelPlace, bar: &Bar) -> Result<ModelSource, CliError> {
             )?)
         }
         ModelPlace::Path(path) => Ok(ModelSource::open(path)?),
-        ModelPlace::Hub(name) => {
-            bar.note(&format!(
-                "{name} is not a directory here; looking for it on the hub"
-            ));
-            Err(CliError::failed(format!("{name}: the hub is not there yet")))
+        ModelPlace::Hub(repo) => Ok(ModelSource::open(&download(repo, bar)?)?),
+    }
+}
+
+/// Makes sure that a repository is in the hub's cache; its directory there.
+fn download(repo: &RepoId, bar: &Bar) -> Result<PathBuf, CliError> {
+    let settings = HubSettings::from_variables(hub_variable)?;
+    let mut file = String::new();
+    let fetched = hub::fetch(repo, &settings, &mut |p| {
+        if file != p.file {
+            p.file.clone_into(&mut file);
+            bar.begin(&format!("{repo} {file}"), p.total_bytes.1);
         }
+        bar.set(p.total_bytes.0);
+    });
+    let fetched = fetched.map_err(|source| NotFetched {
+        repo: repo.to_string(),
+        source,
+    })?;
+    bar.finish();
+    if let Some(why) = &fetched.not_refreshed {
+        bar.note(&format!(
+            "{repo}: the hub cannot be reached ({why}); using commit {} from the cache",
+            fetched.commit
+        ));
+    } else if fetched.fetched_bytes > 0 {
+        let (size, dir) = (bytes(fetched.fetched_bytes), fetched.dir.display());
+        bar.note(&format!(
+            "{repo}: {size} downloaded, commit {}, {dir}",
+            fetched.commit
+        ));
+    }
+    Ok(fetched.dir)
+}
+
+/// A repository that is not there, where the user may have meant a directory.
+#[derive(Debug)]
+struct NotFetched {
+    repo: String,
+    source: HubError,
+}
+
+impl fmt::Display for NotFetched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: not a directory here, and not to be had from the hub: {}",
+            self.repo, self.source
+        )
+    }
+}
+
+impl Error for NotFetched {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(&self.source)
     }
 }
 
