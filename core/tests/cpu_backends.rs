@@ -270,7 +270,7 @@ fn same(a: &StepOutput, b: &StepOutput, what: &str) {
         assert_eq!(a.stage, b.stage, "{what}");
         match (&a.data, &b.data) {
             (TapData::F32(x), TapData::F32(y)) => {
-                assert_eq!(bits(x), bits(y), "{what}: first difference at {}", a.stage)
+                assert_eq!(bits(x), bits(y), "{what}: first difference at {}", a.stage);
             }
             (x, y) => assert_eq!(x, y, "{what}: first difference at {}", a.stage),
         }

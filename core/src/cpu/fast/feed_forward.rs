@@ -236,7 +236,7 @@ impl Step<'_> {
         let padded = padded(hidden);
         let rows = &mut ws.expert_rows[..n * stride];
         each_row(&ws.inputs[..n * padded], padded, rows, stride, |x, out| {
-            self.arrange(&x[..hidden], out)
+            self.arrange(&x[..hidden], out);
         });
         if n == 1 {
             return;

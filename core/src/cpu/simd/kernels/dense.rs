@@ -107,7 +107,6 @@ fn dense_inputs<S: Simd, E: Element, const R: usize, const T: usize>(
     }
 }
 
-#[expect(clippy::needless_range_loop, reason = "several arrays share the index")]
 #[inline(always)]
 fn dense_tile<S: Simd, E: Element, const R: usize, const T: usize>(
     s: S,

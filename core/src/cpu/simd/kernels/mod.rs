@@ -20,11 +20,7 @@ use crate::cpu::numerics::LANES;
 ///
 /// Kernels use plain loops, never closures: a closure that the optimiser does not inline is compiled without the
 /// features of its kernel.
-#[expect(
-    clippy::inline_always,
-    clippy::needless_range_loop,
-    reason = "part of a kernel"
-)]
+#[expect(clippy::inline_always, reason = "part of a kernel")]
 #[inline(always)]
 fn accumulate<S: Simd, const R: usize, const T: usize>(
     s: S,
@@ -53,11 +49,7 @@ fn split_inputs<const T: usize>(x: &[f32], len: usize) -> [&[[f32; LANES]]; T] {
     out
 }
 
-#[expect(
-    clippy::inline_always,
-    clippy::needless_range_loop,
-    reason = "part of a kernel"
-)]
+#[expect(clippy::inline_always, reason = "part of a kernel")]
 #[inline(always)]
 fn store_sums<S: Simd, const R: usize, const T: usize>(
     s: S,

@@ -153,7 +153,6 @@ fn packed_block<S: Simd, const R: usize, const T: usize>(
 }
 
 /// Blocks of whole groups (`span` of them): one scale for all lanes.
-#[expect(clippy::needless_range_loop, reason = "several arrays share the index")]
 #[inline(always)]
 fn packed_tile<S: Simd, const R: usize, const T: usize>(
     s: S,
@@ -186,7 +185,6 @@ fn packed_tile<S: Simd, const R: usize, const T: usize>(
 }
 
 /// Blocks of a fraction of a group (`PARTS` of them a group): the scale differs between lanes.
-#[expect(clippy::needless_range_loop, reason = "several arrays share the index")]
 #[inline(always)]
 fn packed_tile_fine<S: Simd, const R: usize, const T: usize, const PARTS: usize>(
     s: S,
@@ -205,8 +203,8 @@ fn packed_tile_fine<S: Simd, const R: usize, const T: usize, const PARTS: usize>
         for r in 0..R {
             words[r] = s.codes(&rows[r].codes[g]);
             let mut d = [f16::ZERO; LANES];
-            for l in 0..LANES {
-                d[l] = rows[r].scales[g * PARTS + l / (LANES / PARTS)];
+            for (l, d) in d.iter_mut().enumerate() {
+                *d = rows[r].scales[g * PARTS + l / (LANES / PARTS)];
             }
             scale[r] = s.load_f16(&d);
             rows[r].prefetch::<S, R>(s, w, g);
