@@ -64,15 +64,15 @@ impl RepoCache {
         let dir = self.snapshot(commit);
         let pointer = dir.join(name);
         let linked = std::fs::create_dir_all(&dir).and_then(|()| {
-            // A link whose blob was deleted.
-            if pointer.symlink_metadata().is_ok() && !pointer.exists() {
-                std::fs::remove_file(&pointer)?;
-            }
             if pointer.exists() {
-                Ok(())
-            } else {
-                link(&self.blob(etag), etag, &pointer)
+                return Ok(());
             }
+            // A link whose blob was deleted is in the way; if it cannot be removed, making the new one fails.
+            if pointer.symlink_metadata().is_ok() && !pointer.exists() {
+                let _ = std::fs::remove_file(&pointer);
+            }
+            // Somebody else may have been quicker.
+            link(&self.blob(etag), etag, &pointer).or_else(|e| if pointer.exists() { Ok(()) } else { Err(e) })
         });
         linked.map_err(|source| HubError::Io {
             path: pointer,
