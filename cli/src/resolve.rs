@@ -245,7 +245,8 @@ mod tests {
     #[test]
     fn greedy_is_the_default_without_files_and_a_sampling_flag_ends_it() {
         let none = GenerationConfig::default();
-        let greedy = |line: &[&str], model: &GenerationConfig| plan(line, model).expect("sound").sampling.greedy;
+        let greedy =
+            |line: &[&str], model: &GenerationConfig| plan(line, model).expect("sound").sampling.greedy;
         assert!(greedy(&[], &none) && greedy(&["--greedy"], &demo()));
         assert!(greedy(&["--repetition-penalty", "1.2"], &none));
         for flag in [

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -11,18 +12,18 @@ use horizon_core::synthetic::{Shape, SyntheticSpec, write_checkpoint};
 use horizon_models::source::{ModelSource, SourceKind};
 use horizon_runtime::bandwidth::{self, Bandwidth};
 use horizon_runtime::disk::{ReadRate, drop_from_cache, read_rate};
-use horizon_runtime::engine::{self, Engine, HostMemory, OpenTimings, Settings};
+use horizon_runtime::engine::{self, Engine, EngineOptions, HostMemory, OpenTimings, Settings};
 use horizon_runtime::footprint::BytesPerToken;
 use horizon_runtime::process::AnonymousPeak;
 use horizon_runtime::routing_load::{RoutingLoad, random_tokens};
 use horizon_runtime::sampler::Sampling;
-use horizon_runtime::session::{Request, TextDecoder, TextError};
+use horizon_runtime::session::{Answer, Request, TextDecoder, TextError};
 use serde::Serialize;
 use serde_json::json;
 
 use super::model;
 use crate::args::{BenchDecodeArgs, MakeCheckpointArgs};
-use crate::output::{CliError, Output, bytes, table};
+use crate::output::{Bar, CliError, Output, bytes, table};
 use crate::resolve::{ModelPlace, engine_options};
 
 /// Passes over memory; the fastest counts.
@@ -70,21 +71,71 @@ struct ColdStart {
 /// Measures decode speed.
 pub fn decode(args: BenchDecodeArgs, process_started: Instant) -> Result<(), CliError> {
     let out = Output::new(args.output);
-    let watch = AnonymousPeak::watch();
     let mut options = engine_options(&args.model.execution)?;
-    let (prompt_tokens, tokens) = (args.prompt_tokens as usize, args.tokens as usize);
-    options.context.get_or_insert(prompt_tokens + tokens);
-    let bar = out.progress();
+    options
+        .context
+        .get_or_insert((args.prompt_tokens + args.tokens) as usize);
     let place = ModelPlace::of(args.model.model.as_deref());
-    let mut started = process_started;
+    let mut m = measure(&args, &options, &place, process_started, &out.progress())?;
+    // Only now: the buffer of this measurement is no part of the model's memory.
+    let pool = engine::pool(m.settings.threads)?;
+    let memory_bandwidth = pool.install(|| bandwidth::measure(PASSES))?;
+    m.cold_start.compare(&m.files, args.cold, &pool)?;
+    let (prompt_tokens, generated_tokens) = (args.prompt_tokens as usize, m.answer.token_ids.len());
+    let positions = prompt_tokens..prompt_tokens + generated_tokens - 1;
+    let bytes_per_token = mean_bytes(&m.spec, m.layout.as_ref(), &m.settings, positions);
+    let rate = m
+        .answer
+        .decode_tokens_per_second()
+        .ok_or_else(|| CliError::failed("too few tokens were generated to tell a rate"))?;
+    let report = DecodeReport {
+        decode_tokens_per_second: rate,
+        fraction_of_bandwidth: rate * bytes_per_token.total as f64 / memory_bandwidth.bytes_per_second,
+        bytes_per_token,
+        memory_bandwidth,
+        prompt_tokens,
+        generated_tokens,
+        prefill_tokens_per_second: prompt_tokens as f64 / m.answer.timings.first_token_s,
+        cold_start: m.cold_start,
+        peak_rss_anon_bytes: m.peak,
+        peak_over_predicted: m.peak.map(|p| p as f64 / m.predicted.total as f64),
+        predicted: m.predicted,
+        routing_load: m.routing_load,
+        settings: m.settings,
+    };
+    out.result(&report, || text(&report))
+}
+
+/// What one run of the model gave.
+struct Measured {
+    files: Vec<PathBuf>,
+    spec: Arc<ModelSpec>,
+    layout: Option<RecordLayout>,
+    settings: Settings,
+    predicted: HostMemory,
+    answer: Answer,
+    peak: Option<u64>,
+    cold_start: ColdStart,
+    routing_load: Option<RoutingLoad>,
+}
+
+/// Opens the model, generates, and closes it.
+fn measure(
+    args: &BenchDecodeArgs,
+    options: &EngineOptions,
+    place: &ModelPlace,
+    mut started: Instant,
+    bar: &Bar,
+) -> Result<Measured, CliError> {
+    let watch = AnonymousPeak::watch();
     if args.cold {
-        drop_from_cache(&weight_files(&model::open(&place, &bar)?))?;
+        drop_from_cache(&weight_files(&model::open(place, bar)?))?;
         started = Instant::now();
     }
-    let source = model::open(&place, &bar)?;
+    let source = model::open(place, bar)?;
     let files = weight_files(&source);
     let open_files_s = started.elapsed().as_secs_f64();
-    let engine = Engine::open(&source, &options, &bar)?;
+    let engine = Engine::open(&source, options, bar)?;
     drop(source);
     bar.finish();
     let (settings, predicted, open) = (
@@ -94,13 +145,15 @@ pub fn decode(args: BenchDecodeArgs, process_started: Instant) -> Result<(), Cli
     );
     let (spec, layout) = (engine.spec().clone(), engine.layout().cloned());
     let request = Request {
-        prompt: random_tokens(spec.vocab, args.seed).take(prompt_tokens).collect(),
+        prompt: random_tokens(spec.vocab, args.seed)
+            .take(args.prompt_tokens as usize)
+            .collect(),
         sampling: Sampling::default(),
-        max_tokens: Some(tokens),
+        max_tokens: Some(args.tokens as usize),
         ..Request::default()
     };
-    let before_s = started.elapsed().as_secs_f64();
     let mut session = engine.into_session();
+    let before_s = started.elapsed().as_secs_f64();
     let answer = session.generate(&request, &mut NoText, &AtomicBool::new(false), &mut |_| {})?;
     let peak = watch.peak_bytes();
     drop(watch);
@@ -111,11 +164,8 @@ pub fn decode(args: BenchDecodeArgs, process_started: Instant) -> Result<(), Cli
         }
         None => None,
     };
-    drop(session);
-    let pool = engine::pool(settings.threads)?;
-    let memory_bandwidth = pool.install(|| bandwidth::measure(PASSES))?;
     let prefill_s = answer.timings.first_token_s;
-    let mut cold_start = ColdStart {
+    let cold_start = ColdStart {
         open_files_s,
         open,
         prefill_s,
@@ -124,32 +174,17 @@ pub fn decode(args: BenchDecodeArgs, process_started: Instant) -> Result<(), Cli
         read: None,
         first_token_over_read: None,
     };
-    cold_start.compare(&files, args.cold, &pool)?;
-    let bytes_per_token = mean_bytes(
-        &spec,
-        layout.as_ref(),
-        &settings,
-        prompt_tokens..prompt_tokens + tokens - 1,
-    );
-    let rate = answer
-        .decode_tokens_per_second()
-        .ok_or_else(|| CliError::failed("too few tokens were generated to tell a rate"))?;
-    let report = DecodeReport {
-        decode_tokens_per_second: rate,
-        fraction_of_bandwidth: rate * bytes_per_token.total as f64 / memory_bandwidth.bytes_per_second,
-        bytes_per_token,
-        memory_bandwidth,
-        prompt_tokens,
-        generated_tokens: answer.token_ids.len(),
-        prefill_tokens_per_second: prompt_tokens as f64 / prefill_s,
-        cold_start,
-        peak_rss_anon_bytes: peak,
-        peak_over_predicted: peak.map(|p| p as f64 / predicted.total as f64),
-        predicted,
-        routing_load,
+    Ok(Measured {
+        files,
+        spec,
+        layout,
         settings,
-    };
-    out.result(&report, || text(&report))
+        predicted,
+        answer,
+        peak,
+        cold_start,
+        routing_load,
+    })
 }
 
 impl ColdStart {
