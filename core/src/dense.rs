@@ -27,7 +27,8 @@ pub trait DenseSource: Sync {
     ///
     /// # Errors
     /// What could not be read, named.
-    fn read(&self, role: DenseRole, shape: &[usize], out: &mut [f16]) -> Result<NarrowingReport, SourceError>;
+    fn read(&self, role: DenseRole, shape: &[usize], out: &mut [f16])
+    -> Result<NarrowingReport, SourceError>;
 }
 
 /// A tensor that could not be supplied.
@@ -63,8 +64,11 @@ impl DenseStore {
         // Largest first: the last thread to finish then holds a small tensor.
         tensors.sort_by_key(|(role, shape)| (std::cmp::Reverse(shape.iter().product::<usize>()), *role));
         let bytes = tensors.iter().map(|(_, s)| align_up(elements(s) * 2)).sum();
-        let mut memory = AnonymousMemory::zeroed(bytes)
-            .map_err(|source| LoadError::Memory { what: "the non-routed weights", bytes, source })?;
+        let mut memory = AnonymousMemory::zeroed(bytes).map_err(|source| LoadError::Memory {
+            what: "the non-routed weights",
+            bytes,
+            source,
+        })?;
         let mut ranges = BTreeMap::new();
         let mut jobs = Vec::with_capacity(tensors.len());
         let (mut rest, mut at) = (memory.bytes_mut(), 0);
@@ -73,7 +77,11 @@ impl DenseStore {
             let (mine, others) = rest.split_at_mut(align_up(used));
             ranges.insert(*role, at..at + used);
             at += mine.len();
-            jobs.push((*role, shape, bytemuck::cast_slice_mut::<u8, f16>(&mut mine[..used])));
+            jobs.push((
+                *role,
+                shape,
+                bytemuck::cast_slice_mut::<u8, f16>(&mut mine[..used]),
+            ));
             rest = others;
         }
         let narrowing = jobs
@@ -84,13 +92,19 @@ impl DenseStore {
                 a += b;
                 Ok(a)
             })?;
-        Ok(Self { memory, ranges, narrowing })
+        Ok(Self {
+            memory,
+            ranges,
+            narrowing,
+        })
     }
 
     /// The tensor of `role`, if the model has it.
     #[must_use]
     pub fn get(&self, role: DenseRole) -> Option<&[f16]> {
-        self.ranges.get(&role).map(|r| bytemuck::cast_slice(&self.memory.bytes()[r.clone()]))
+        self.ranges
+            .get(&role)
+            .map(|r| bytemuck::cast_slice(&self.memory.bytes()[r.clone()]))
     }
 
     /// Bytes held, alignment included.

@@ -71,7 +71,11 @@ pub struct NotRepresentable {
 /// # Panics
 /// When `bytes` is not exactly `out.len()` elements, or `dtype` is not a floating-point type.
 pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
-    assert_eq!(bytes.len(), out.len() * dtype.size(), "byte length and element count disagree");
+    assert_eq!(
+        bytes.len(),
+        out.len() * dtype.size(),
+        "byte length and element count disagree"
+    );
     match dtype {
         DType::F16 => {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
@@ -109,10 +113,19 @@ pub fn narrow(values: &[f32], out: &mut [f16]) -> Result<NarrowingReport, NotRep
         sound &= o.is_finite();
     }
     if !sound {
-        let index = out.iter().position(|o| !o.is_finite()).expect("a value was not finite");
-        return Err(NotRepresentable { index, value: values[index] });
+        let index = out
+            .iter()
+            .position(|o| !o.is_finite())
+            .expect("a value was not finite");
+        return Err(NotRepresentable {
+            index,
+            value: values[index],
+        });
     }
-    Ok(NarrowingReport { values: values.len() as u64, inexact })
+    Ok(NarrowingReport {
+        values: values.len() as u64,
+        inexact,
+    })
 }
 
 #[cfg(test)]
@@ -123,7 +136,13 @@ mod tests {
     fn narrowing_counts_lost_bits_and_refuses_overflow() {
         let mut out = [f16::ZERO; 3];
         let report = narrow(&[1.0, 2f32.powi(-26) * 3.0, -65504.0], &mut out).expect("all representable");
-        assert_eq!(report, NarrowingReport { values: 3, inexact: 1 });
+        assert_eq!(
+            report,
+            NarrowingReport {
+                values: 3,
+                inexact: 1
+            }
+        );
         let bad = narrow(&[0.0, 65520.0, f32::NAN], &mut out).expect_err("65520 rounds to infinity");
         assert_eq!((bad.index, bad.value), (1, 65520.0));
         assert!(narrow(&[f32::NAN], &mut out[..1]).is_err());
@@ -136,7 +155,10 @@ mod tests {
             widen(DType::BF16, &bits.to_le_bytes(), &mut o);
             assert_eq!(o[0].to_bits(), u32::from(bits) << 16);
             widen(DType::F16, &bits.to_le_bytes(), &mut o);
-            assert_eq!(f16::from_f32(o[0]).to_bits() & 0x7fff > 0x7c00, f16::from_bits(bits).is_nan());
+            assert_eq!(
+                f16::from_f32(o[0]).to_bits() & 0x7fff > 0x7c00,
+                f16::from_bits(bits).is_nan()
+            );
             if !f16::from_bits(bits).is_nan() {
                 assert_eq!(f16::from_f32(o[0]).to_bits(), bits);
             }

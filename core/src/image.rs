@@ -52,12 +52,19 @@ impl ExpertImage {
         source: &dyn ExpertSource,
     ) -> Result<Self, LoadError> {
         let moe = spec.moe().expect("a layout exists only for a model with experts");
-        assert_eq!(layout, &RecordLayout::of_shape(spec.hidden, moe.width, layout.encoding), "foreign layout");
+        assert_eq!(
+            layout,
+            &RecordLayout::of_shape(spec.hidden, moe.width, layout.encoding),
+            "foreign layout"
+        );
         let moe_layers: Vec<LayerId> = spec.moe_layers().collect();
         let record_bytes = tiling.tiled_bytes(layout);
         let bytes = record_bytes * moe.experts * moe_layers.len();
-        let mut memory = AnonymousMemory::zeroed(bytes)
-            .map_err(|source| LoadError::Memory { what: "the routed experts", bytes, source })?;
+        let mut memory = AnonymousMemory::zeroed(bytes).map_err(|source| LoadError::Memory {
+            what: "the routed experts",
+            bytes,
+            source,
+        })?;
         let narrowing = memory
             .bytes_mut()
             .par_chunks_mut(record_bytes)

@@ -91,7 +91,10 @@ impl FullyResident {
 
 impl ExpertProvider for FullyResident {
     fn capture(&self) -> Hold {
-        Hold { generation: GenerationId(0), keep: self.image.clone() }
+        Hold {
+            generation: GenerationId(0),
+            keep: self.image.clone(),
+        }
     }
 
     fn acquire(&self, _: &mut Hold, group: &RoutedGroup<'_>) -> Result<Box<dyn GroupLease>, CacheFault> {
@@ -99,9 +102,10 @@ impl ExpertProvider for FullyResident {
             .experts
             .iter()
             .map(|e| {
-                self.image
-                    .address(group.layer, *e)
-                    .ok_or_else(|| CacheFault { layer: group.layer, reason: format!("there is no {e}") })
+                self.image.address(group.layer, *e).ok_or_else(|| CacheFault {
+                    layer: group.layer,
+                    reason: format!("there is no {e}"),
+                })
             })
             .collect::<Result<Vec<_>, _>>()?;
         Ok(Box::new(AllResident(addresses)))

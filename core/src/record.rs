@@ -67,14 +67,29 @@ impl RecordLayout {
             at = align_up(range.end);
             range
         };
-        let matrices = [(width, hidden), (width, hidden), (hidden, width)].map(|(rows, cols)| match encoding {
-            ExpertEncoding::Qpacked { block } => {
-                let q = QpackedLayout { rows, cols, block };
-                MatrixLayout { rows, cols, values: take(q.code_bytes()), scales: take(q.scale_bytes()) }
-            }
-            ExpertEncoding::F16 => MatrixLayout { rows, cols, values: take(rows * cols * 2), scales: 0..0 },
-        });
-        Self { encoding, matrices, bytes: at }
+        let matrices =
+            [(width, hidden), (width, hidden), (hidden, width)].map(|(rows, cols)| match encoding {
+                ExpertEncoding::Qpacked { block } => {
+                    let q = QpackedLayout { rows, cols, block };
+                    MatrixLayout {
+                        rows,
+                        cols,
+                        values: take(q.code_bytes()),
+                        scales: take(q.scale_bytes()),
+                    }
+                }
+                ExpertEncoding::F16 => MatrixLayout {
+                    rows,
+                    cols,
+                    values: take(rows * cols * 2),
+                    scales: 0..0,
+                },
+            });
+        Self {
+            encoding,
+            matrices,
+            bytes: at,
+        }
     }
 
     /// The layout of one matrix.
@@ -86,7 +101,10 @@ impl RecordLayout {
     /// Bytes that carry information: codes and scales without the padding between them.
     #[must_use]
     pub fn payload_bytes(&self) -> usize {
-        self.matrices.iter().map(|m| m.values.len() + m.scales.len()).sum()
+        self.matrices
+            .iter()
+            .map(|m| m.values.len() + m.scales.len())
+            .sum()
     }
 }
 
@@ -127,12 +145,21 @@ mod tests {
     fn ranges_are_aligned_disjoint_and_complete() {
         for encoding in [
             ExpertEncoding::F16,
-            ExpertEncoding::Qpacked { block: BlockSize::B32 },
-            ExpertEncoding::Qpacked { block: BlockSize::B256 },
+            ExpertEncoding::Qpacked {
+                block: BlockSize::B32,
+            },
+            ExpertEncoding::Qpacked {
+                block: BlockSize::B256,
+            },
         ] {
             let r = RecordLayout::of_shape(256, 352, encoding);
             let mut end = 0;
-            for range in r.matrices.iter().flat_map(|m| [&m.values, &m.scales]).filter(|r| !r.is_empty()) {
+            for range in r
+                .matrices
+                .iter()
+                .flat_map(|m| [&m.values, &m.scales])
+                .filter(|r| !r.is_empty())
+            {
                 assert!(range.start >= end && range.start.is_multiple_of(ALIGNMENT));
                 end = range.end;
             }
@@ -142,7 +169,13 @@ mod tests {
 
     #[test]
     fn olmoe_records_have_the_size_that_the_byte_floor_counts() {
-        let r = RecordLayout::of_shape(2048, 1024, ExpertEncoding::Qpacked { block: BlockSize::B256 });
+        let r = RecordLayout::of_shape(
+            2048,
+            1024,
+            ExpertEncoding::Qpacked {
+                block: BlockSize::B256,
+            },
+        );
         assert_eq!(r.payload_bytes(), 3 * (2048 * 1024 / 2 + 2048 * 1024 / 256 * 2));
     }
 }

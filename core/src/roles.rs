@@ -86,7 +86,10 @@ pub fn dense_tensors(spec: &ModelSpec) -> Vec<(DenseRole, Vec<usize>)> {
     use LayerRole as L;
     let (h, a) = (spec.hidden, &spec.attention);
     let (q, kv) = (a.heads * a.head_dim, a.kv_heads * a.head_dim);
-    let mut out = vec![(DenseRole::Embedding, vec![spec.vocab, h]), (DenseRole::FinalNorm, vec![h])];
+    let mut out = vec![
+        (DenseRole::Embedding, vec![spec.vocab, h]),
+        (DenseRole::FinalNorm, vec![h]),
+    ];
     if !spec.tied_embeddings {
         out.push((DenseRole::OutputHead, vec![spec.vocab, h]));
     }
@@ -140,10 +143,16 @@ pub fn dense_tensors(spec: &ModelSpec) -> Vec<(DenseRole, Vec<usize>)> {
 /// # Panics
 /// When `spec` has more than [`MAX_EXPERTS`](crate::spec::MAX_EXPERTS), which validation refuses.
 pub fn expert_tensors(spec: &ModelSpec) -> impl Iterator<Item = ExpertRole> + '_ {
-    let experts = spec.moe().map_or(0, |m| u32::try_from(m.experts).expect("validated: at most MAX_EXPERTS"));
+    let experts = spec.moe().map_or(0, |m| {
+        u32::try_from(m.experts).expect("validated: at most MAX_EXPERTS")
+    });
     spec.moe_layers().flat_map(move |layer| {
         (0..experts).map(ExpertId).flat_map(move |expert| {
-            ExpertMatrix::ALL.map(move |matrix| ExpertRole { layer, expert, matrix })
+            ExpertMatrix::ALL.map(move |matrix| ExpertRole {
+                layer,
+                expert,
+                matrix,
+            })
         })
     })
 }

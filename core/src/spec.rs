@@ -152,16 +152,31 @@ impl ModelSpec {
             ));
         }
         if !a.head_dim.is_multiple_of(2) {
-            return Err(error("head_dim", a.head_dim, "rotary positions need an even width".into()));
+            return Err(error(
+                "head_dim",
+                a.head_dim,
+                "rotary positions need an even width".into(),
+            ));
         }
-        dimension("num_attention_heads * head_dim", a.heads.saturating_mul(a.head_dim))?;
+        dimension(
+            "num_attention_heads * head_dim",
+            a.heads.saturating_mul(a.head_dim),
+        )?;
         multiple_of_8("hidden_size", self.hidden)?;
         multiple_of_8("num_attention_heads * head_dim", a.heads * a.head_dim)?;
         if !(a.rope_theta.is_finite() && a.rope_theta > 0.0) {
-            return Err(error("rope_theta", a.rope_theta, "must be a positive number".into()));
+            return Err(error(
+                "rope_theta",
+                a.rope_theta,
+                "must be a positive number".into(),
+            ));
         }
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps >= 0.0) {
-            return Err(error("rms_norm_eps", self.rms_norm_eps, "must not be negative".into()));
+            return Err(error(
+                "rms_norm_eps",
+                self.rms_norm_eps,
+                "must not be negative".into(),
+            ));
         }
         if let Some(c) = a.clip_qkv
             && !(c.is_finite() && c > 0.0)
@@ -169,7 +184,11 @@ impl ModelSpec {
             return Err(error("clip_qkv", c, "must be a positive number".into()));
         }
         if self.layers.is_empty() || self.layers.len() > MAX_LAYERS {
-            return Err(error("num_hidden_layers", self.layers.len(), format!("must be 1 to {MAX_LAYERS}")));
+            return Err(error(
+                "num_hidden_layers",
+                self.layers.len(),
+                format!("must be 1 to {MAX_LAYERS}"),
+            ));
         }
         for layer in &self.layers {
             layer.validate()?;
@@ -178,7 +197,11 @@ impl ModelSpec {
         if let Some(first) = moe.next()
             && moe.any(|m| m != first)
         {
-            return Err(error("layers", "mixed", "all mixture-of-experts layers must have the same shape".into()));
+            return Err(error(
+                "layers",
+                "mixed",
+                "all mixture-of-experts layers must have the same shape".into(),
+            ));
         }
         Ok(())
     }
@@ -209,7 +232,11 @@ impl LayerSpec {
 
     fn validate(&self) -> Result<(), SpecError> {
         if self.window == Some(0) {
-            return Err(error("sliding_window", 0, "a window of 0 would see nothing".into()));
+            return Err(error(
+                "sliding_window",
+                0,
+                "a window of 0 would see nothing".into(),
+            ));
         }
         match &self.feed_forward {
             FeedForward::Dense { width } => {
@@ -218,7 +245,11 @@ impl LayerSpec {
             }
             FeedForward::Moe(m) => {
                 if m.experts == 0 || m.experts > MAX_EXPERTS {
-                    return Err(error("num_experts", m.experts, format!("must be 1 to {MAX_EXPERTS}")));
+                    return Err(error(
+                        "num_experts",
+                        m.experts,
+                        format!("must be 1 to {MAX_EXPERTS}"),
+                    ));
                 }
                 if m.top_k == 0 || m.top_k > m.experts {
                     return Err(error(
@@ -240,7 +271,11 @@ impl LayerSpec {
 }
 
 fn error(field: &'static str, value: impl ToString, problem: String) -> SpecError {
-    SpecError { field, value: value.to_string(), problem }
+    SpecError {
+        field,
+        value: value.to_string(),
+        problem,
+    }
 }
 
 fn dimension(field: &'static str, v: usize) -> Result<(), SpecError> {
@@ -262,7 +297,13 @@ mod tests {
     use super::*;
 
     fn spec() -> ModelSpec {
-        let moe = MoeSpec { experts: 8, top_k: 2, width: 32, renormalize: false, shared: None };
+        let moe = MoeSpec {
+            experts: 8,
+            top_k: 2,
+            width: 32,
+            renormalize: false,
+            shared: None,
+        };
         ModelSpec {
             family: "test".into(),
             vocab: 64,
@@ -280,7 +321,13 @@ mod tests {
                 clip_qkv: None,
                 rope_theta: 1e4,
             },
-            layers: vec![LayerSpec { window: None, feed_forward: FeedForward::Moe(moe) }; 2],
+            layers: vec![
+                LayerSpec {
+                    window: None,
+                    feed_forward: FeedForward::Moe(moe)
+                };
+                2
+            ],
         }
     }
 
