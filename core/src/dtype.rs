@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use half::{bf16, f16};
+use half::f16;
+use half::slice::HalfFloatSliceExt as _;
 use serde::{Deserialize, Serialize};
 
 /// Type of a stored element.
@@ -66,6 +67,9 @@ pub struct NotRepresentable {
     pub value: f32,
 }
 
+/// Values converted at a time: enough for the hardware's own conversions, few enough for the first-level cache.
+const RUN: usize = 1024;
+
 /// Reads little-endian elements of `dtype` into `out` as FP32, exactly.
 ///
 /// # Panics
@@ -78,13 +82,19 @@ pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     );
     match dtype {
         DType::F16 => {
-            for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *o = f16::from_le_bytes(*b).to_f32();
+            let mut halves = [f16::ZERO; RUN];
+            for (out, bytes) in out.chunks_mut(RUN).zip(bytes.chunks(2 * RUN)) {
+                let halves = &mut halves[..out.len()];
+                for (h, b) in halves.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                    *h = f16::from_le_bytes(*b);
+                }
+                halves.convert_to_f32_slice(out);
             }
         }
         DType::BF16 => {
             for (o, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *o = bf16::from_le_bytes(*b).to_f32();
+                // The upper half of binary32, NaN patterns included.
+                *o = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
             }
         }
         DType::F32 => {
@@ -107,10 +117,15 @@ pub fn narrow(values: &[f32], out: &mut [f16]) -> Result<NarrowingReport, NotRep
     assert_eq!(values.len(), out.len(), "slices differ in length");
     let mut inexact = 0;
     let mut sound = true;
-    for (o, v) in out.iter_mut().zip(values) {
-        *o = f16::from_f32(*v);
-        inexact += u64::from(o.to_f32() != *v);
-        sound &= o.is_finite();
+    let mut back = [0f32; RUN];
+    for (out, values) in out.chunks_mut(RUN).zip(values.chunks(RUN)) {
+        let back = &mut back[..out.len()];
+        out.convert_from_f32_slice(values);
+        out.convert_to_f32_slice(back);
+        // A run is short enough to count in 32 bits, which keeps the vectors of the loop wide.
+        let lost: u32 = back.iter().zip(values).map(|(b, v)| u32::from(b != v)).sum();
+        inexact += u64::from(lost);
+        sound &= back.iter().fold(true, |ok, b| ok & b.is_finite());
     }
     if !sound {
         let index = out
@@ -146,6 +161,39 @@ mod tests {
         let bad = narrow(&[0.0, 65520.0, f32::NAN], &mut out).expect_err("65520 rounds to infinity");
         assert_eq!((bad.index, bad.value), (1, 65520.0));
         assert!(narrow(&[f32::NAN], &mut out[..1]).is_err());
+    }
+
+    #[test]
+    fn long_slices_are_converted_as_each_value_is() {
+        let values: Vec<f32> = (0..2 * RUN as u32 + 77)
+            .map(|i| {
+                if i % 3 == 0 {
+                    (i % 1000) as f32
+                } else {
+                    f32::from_bits(0x3300_0000 + i * 150_011) % 60_000.0
+                }
+            })
+            .collect();
+        let mut out = vec![f16::ZERO; values.len()];
+        let report = narrow(&values, &mut out).expect("all below 65504");
+        let one: Vec<f16> = values.iter().map(|v| f16::from_f32(*v)).collect();
+        assert_eq!(out, one);
+        let lost = one.iter().zip(&values).filter(|(o, v)| o.to_f32() != **v).count();
+        assert_eq!(
+            report,
+            NarrowingReport {
+                values: values.len() as u64,
+                inexact: lost as u64
+            }
+        );
+        assert!(lost > 100 && lost < values.len());
+        let bytes: Vec<u8> = out.iter().flat_map(|h| h.to_le_bytes()).collect();
+        let mut wide = vec![0.0; out.len()];
+        widen(DType::F16, &bytes, &mut wide);
+        assert!(wide.iter().zip(&out).all(|(w, h)| *w == h.to_f32()));
+        let mut bad = values;
+        bad[RUN + 3] = -65_520.0;
+        assert_eq!(narrow(&bad, &mut out).expect_err("too large").index, RUN + 3);
     }
 
     #[test]
