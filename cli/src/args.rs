@@ -139,19 +139,19 @@ pub struct GenerateArgs {
     #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p", "min_p"])]
     pub greedy: bool,
     /// Divides the logits; 0 is greedy
-    #[arg(long, visible_alias = "temp", value_name = "T")]
+    #[arg(long, visible_alias = "temp", value_name = "T", allow_negative_numbers = true)]
     pub temperature: Option<f32>,
     /// Keep the K most likely tokens; 0 keeps all
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
     /// Keep the smallest set of tokens whose probability reaches P
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub top_p: Option<f32>,
     /// Keep tokens at least P times as likely as the most likely one
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub min_p: Option<f32>,
     /// Above 1 makes tokens that occurred less likely
-    #[arg(long, value_name = "R")]
+    #[arg(long, value_name = "R", allow_negative_numbers = true)]
     pub repetition_penalty: Option<f32>,
     /// Seed of the draws [default: a new one, reported]
     #[arg(long, value_name = "N")]

@@ -134,9 +134,9 @@ fn encode(args: &RunArgs, text: &TextFiles, prompt: &str) -> Result<Vec<u32>, Cl
     Ok(text.tokenizer.encode(&rendered, false)?)
 }
 
-/// The prompt, from the argument, the file or stdin, exactly as it is.
+/// The prompt, from the argument, the file or stdin: a raw one exactly as it is.
 fn prompt(args: &RunArgs) -> Result<String, CliError> {
-    let text = match (&args.prompt, &args.file) {
+    let mut text = match (&args.prompt, &args.file) {
         (Some(prompt), _) => prompt.clone(),
         (None, Some(path)) if path != Path::new("-") => {
             let bytes = std::fs::read(path)
@@ -154,6 +154,13 @@ fn prompt(args: &RunArgs) -> Result<String, CliError> {
             utf8(bytes, "stdin")?
         }
     };
+    if args.chat && args.prompt.is_none() {
+        // What ends a line of a file or a pipe is no part of a message.
+        text.truncate(
+            text.strip_suffix('\n')
+                .map_or(text.len(), |t| t.trim_end_matches('\r').len()),
+        );
+    }
     if text.is_empty() {
         return Err(CliError::usage(
             "the prompt is empty; there is nothing to continue",
