@@ -3,6 +3,7 @@
 mod answers;
 mod chat;
 mod failures;
+mod interrupted;
 mod measures;
 mod models;
 

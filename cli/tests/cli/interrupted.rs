@@ -1,0 +1,91 @@
+//! `horizon pack` ended from outside: killed, stopped by Ctrl-C, or refused the space that it needs.
+
+#![cfg(unix)]
+
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+use super::{Done, as_str, command, demo_checkpoint, horizon};
+
+/// Starts packing and returns once shards are being written; the work that is left takes far longer than a signal.
+fn packing(src: &Path, dest: &Path) -> Child {
+    let child = command(&["pack", as_str(src), "-o", as_str(dest), "--threads", "1"])
+        .spawn()
+        .expect("the program starts");
+    let shard = dest
+        .with_extension("hz.partial")
+        .join("model-00001-of-00006.safetensors");
+    let start = Instant::now();
+    while !shard.exists() {
+        assert!(start.elapsed() < Duration::from_secs(60), "no shard appears");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    child
+}
+
+fn signal(child: &Child, name: &str) {
+    let status = Command::new("kill")
+        .args([name, &child.id().to_string()])
+        .status()
+        .expect("kill is there");
+    assert!(status.success());
+}
+
+fn entries(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(folder)
+        .expect("a folder")
+        .map(|e| e.expect("an entry").file_name().into_string().expect("UTF-8"))
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn after_a_kill_the_next_run_removes_the_leftover_and_packs() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let src = demo_checkpoint(folder.path());
+    let dest = folder.path().join("m.hz");
+    let mut child = packing(&src, &dest);
+    // While it works, another run leaves it alone.
+    horizon(&["pack", as_str(&src), "-o", as_str(&dest)]).fails(1, &["m.hz", "another run"]);
+    signal(&child, "-KILL");
+    child.wait().expect("ends");
+    assert_eq!(entries(folder.path()), ["m.hz.partial", "stories"]);
+    let done = horizon(&["pack", as_str(&src), "-o", as_str(&dest)]).ok();
+    assert!(done.stderr.contains("m.hz.partial"), "{}", done.stderr);
+    assert_eq!(entries(folder.path()), ["m.hz", "stories"]);
+    horizon(&["inspect", as_str(&dest), "--verify"]).ok();
+}
+
+#[test]
+fn ctrl_c_leaves_no_trace() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let src = demo_checkpoint(folder.path());
+    let child = packing(&src, &folder.path().join("m.hz"));
+    signal(&child, "-INT");
+    let done = Done::of(child.wait_with_output().expect("ends"));
+    assert_eq!(done.code, 130, "{}", done.stderr);
+    assert_eq!(entries(folder.path()), ["stories"]);
+}
+
+#[test]
+fn a_write_that_is_refused_leaves_no_trace() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let src = demo_checkpoint(folder.path());
+    let dest = folder.path().join("m.hz");
+    // Files of at most 64 KiB, and the signal of the limit ignored: writing fails as on a disk that is full.
+    let script = "trap '' XFSZ; ulimit -f 128; exec \"$0\" pack \"$1\" -o \"$2\"";
+    let output = Command::new("sh")
+        .args([
+            "-c",
+            script,
+            env!("CARGO_BIN_EXE_horizon"),
+            as_str(&src),
+            as_str(&dest),
+        ])
+        .output()
+        .expect("sh is there");
+    Done::of(output).fails(1, &["m.hz.partial", "File too large"]);
+    assert_eq!(entries(folder.path()), ["stories"]);
+}
