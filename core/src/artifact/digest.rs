@@ -176,7 +176,7 @@ mod tests {
             "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
         );
         assert_eq!(d.to_string().parse(), Ok(d));
-        let bytes: Vec<u8> = (0..5000u32).map(|i| (i * i >> 3) as u8).collect();
+        let bytes: Vec<u8> = (0..5000u32).map(|i| ((i * i) >> 3) as u8).collect();
         let mut hasher = Hasher::default();
         bytes.chunks(777).for_each(|c| hasher.update(c));
         assert_eq!(
