@@ -298,6 +298,17 @@ fn wrong_size_and_wrong_content() {
             );
         }
     }
+    // A server that does not say how long its answer is has to be counted.
+    for (announced, name) in [(299_999, "longer"), (300_001, "shorter")] {
+        let cache = tempfile::tempdir().expect("a directory");
+        let mut files = checkpoint();
+        (files[5].1.announced, files[5].1.no_lengths) = (Some(announced), true);
+        let error = get(&MockHub::start(&files), cache.path()).expect_err(name);
+        let kept = matches!(error, HubError::Size { .. } | HubError::Interrupted { .. });
+        assert!(kept, "{name}: {error}");
+        let snapshot = cache.path().join("models--org--name/snapshots").join(COMMIT);
+        assert!(!names(&snapshot).contains(&"model.safetensors".to_owned()));
+    }
     // The size of a file that does not redirect comes from the answer itself.
     let cache = tempfile::tempdir().expect("a directory");
     let mut files = checkpoint();
@@ -465,7 +476,17 @@ fn unusual_hubs() {
     assert_eq!(names(&fetched.dir).len(), 6);
     assert!(!blobs(cache.path()).contains(&"of-the-redirect".to_owned()));
 
+    // The hub's ETag names the content, not that of the host that it redirects to.
+    let cache = tempfile::tempdir().expect("a directory");
     hub.state().renamed = None;
+    hub.state()
+        .files
+        .get_mut("model.safetensors")
+        .expect("there")
+        .plain_redirect = true;
+    get(&hub, cache.path()).expect("downloads");
+    assert!(blobs(cache.path()).contains(&sha256(&hub.state().files["model.safetensors"].bytes)));
+
     hub.state().seen.clear();
     let branch = RepoId::parse("org/name@refs/pr/3").expect("a revision");
     let fetched = fetch(&branch, &hub.settings(cache.path()), &mut |_| {}).expect("downloads");

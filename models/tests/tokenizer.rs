@@ -206,6 +206,26 @@ fn sentencepiece_style() {
     assert_eq!(stream.finish(), "\u{fffd}");
 }
 
+/// Added tokens stand for their spelling, also where it looks like the byte alphabet; so does what is outside of it.
+#[test]
+fn added_tokens_of_a_byte_level_tokenizer() {
+    let added = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": false})
+    };
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [added(3, "é"), added(4, "Ġ✓ ")],
+        "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+                  "vocab": {"Ã©": 0, "Ġa": 1, "▁b c": 2}, "merges": []},
+    });
+    let tokenizer = Tokenizer::from_bytes(tokenizer.to_string().as_bytes()).expect("loads");
+    let text = tokenizer.decode(&[0, 1, 2, 3, 4], true).expect("decodes");
+    assert_eq!(text, "é a▁b céĠ✓ ");
+}
+
 /// For every kind of decoder, pieces put together are what the library decodes from the whole.
 #[test]
 fn streams_agree_with_the_library() {

@@ -27,6 +27,10 @@ pub struct MockFile {
     pub cuts: Vec<usize>,
     /// Ranges are ignored when bytes are asked for.
     pub no_ranges: bool,
+    /// No lengths are said when bytes are asked for: the end of the connection is the end of the file.
+    pub no_lengths: bool,
+    /// The redirect to a large file names its ETag only as any answer does, and not its size.
+    pub plain_redirect: bool,
     /// Instead of the file.
     pub status: Option<u16>,
     /// The commit that comes with it.
@@ -223,9 +227,13 @@ fn respond(state: &mut State, seen: &Seen) -> Answer {
     let commit = file.commit.as_deref().unwrap_or(COMMIT);
     if file.large && !seen.elsewhere {
         let to = format!("{address}{}", seen.path);
+        let linked = if file.plain_redirect {
+            format!("ETag: \"{etag}\"")
+        } else {
+            format!("X-Linked-Etag: \"{etag}\"\r\nX-Linked-Size: {size}")
+        };
         let head = format!(
-            "302 Found\r\nLocation: {to}\r\nX-Repo-Commit: {commit}\r\nX-Linked-Etag: \"{etag}\"\r\n\
-             X-Linked-Size: {size}\r\nContent-Length: 0"
+            "302 Found\r\nLocation: {to}\r\nX-Repo-Commit: {commit}\r\n{linked}\r\nContent-Length: 0"
         );
         return (head, vec![], None);
     }
@@ -254,6 +262,9 @@ fn respond(state: &mut State, seen: &Seen) -> Answer {
         );
     }
     let cut = (!file.cuts.is_empty()).then(|| file.cuts.remove(0));
+    if file.no_lengths {
+        return (format!("200 OK\r\n{identity}"), file.bytes.clone(), cut);
+    }
     if file.no_ranges || range.is_none() {
         return (
             format!("200 OK\r\n{identity}\r\nContent-Length: {total}"),
