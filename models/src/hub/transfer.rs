@@ -40,14 +40,14 @@ impl Transfer<'_> {
             fs::create_dir_all(dir).map_err(at(dir))?;
         }
         // Other programs of the ecosystem lock the same file; whoever waited finds the blob there.
-        let lock_path = blob.with_extension("lock");
+        let lock_path = beside(blob, "lock");
         let lock = File::create(&lock_path).map_err(at(&lock_path))?;
         lock.lock().map_err(at(&lock_path))?;
         if blob.metadata().is_ok_and(|m| m.len() == self.metadata.size) {
             (self.progress)(self.metadata.size);
             return Ok(0);
         }
-        let path = blob.with_extension("part");
+        let path = beside(blob, "part");
         let part = OpenOptions::new()
             .create(true)
             .append(true)
@@ -191,6 +191,14 @@ impl Part {
     fn restart(&mut self) -> Result<(), HubError> {
         self.file.set_len(0).map_err(at(&self.path))
     }
+}
+
+/// `ETAG.suffix`, whatever the ETag looks like.
+fn beside(blob: &Path, suffix: &str) -> PathBuf {
+    let mut name = blob.as_os_str().to_owned();
+    name.push(".");
+    name.push(suffix);
+    name.into()
 }
 
 fn at(path: &Path) -> impl FnOnce(io::Error) -> HubError {
