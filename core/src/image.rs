@@ -6,7 +6,7 @@ use crate::dense::{LoadError, SourceError};
 use crate::dtype::NarrowingReport;
 use crate::ids::{ExpertId, LayerId};
 use crate::memory::AnonymousMemory;
-use crate::provider::{SlotAddress, SlotMemory};
+use crate::provider::{RecordGuard, SlotAddress, SlotMemory};
 use crate::record::{RecordLayout, RecordTiling};
 use crate::spec::ModelSpec;
 
@@ -135,9 +135,9 @@ impl ExpertImage {
 }
 
 impl SlotMemory for ExpertImage {
-    fn record(&self, address: SlotAddress) -> &[u8] {
+    fn record(&self, address: SlotAddress) -> RecordGuard<'_> {
         let start = usize::try_from(address.offset).expect("addresses come from this image");
-        &self.memory.bytes()[start..start + self.record_bytes]
+        RecordGuard::immutable(&self.memory.bytes()[start..start + self.record_bytes])
     }
 }
 
@@ -146,7 +146,7 @@ impl SlotMemory for ExpertImage {
 pub struct NoExperts;
 
 impl SlotMemory for NoExperts {
-    fn record(&self, address: SlotAddress) -> &[u8] {
+    fn record(&self, address: SlotAddress) -> RecordGuard<'_> {
         unreachable!("a model without routed experts has no slot {address:?}")
     }
 }

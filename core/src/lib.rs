@@ -18,6 +18,8 @@
 //! | [`stage`] | names of the stages of a step; taps |
 //! | [`provider`] | where experts are: leases on expert records |
 //! | [`backend`] | plan, open, enqueue, finish |
+//! | [`observe`] | counts that say whether they were counted |
+//! | [`transport`] | slots, staging and copies: a device as the cache sees it |
 //! | [`cpu`] | the scalar reference and the fast CPU backend |
 //! | [`synthetic`] | checkpoints with made-up weights, for tests and measurements |
 
@@ -29,6 +31,7 @@ pub mod dtype;
 pub mod ids;
 pub mod image;
 pub mod memory;
+pub mod observe;
 pub mod provider;
 pub mod qpacked;
 pub mod record;
@@ -36,3 +39,4 @@ pub mod roles;
 pub mod spec;
 pub mod stage;
 pub mod synthetic;
+pub mod transport;

@@ -3,7 +3,9 @@
 //! A step captures one generation, then asks for each layer's routed group and gets a lease with the slot
 //! address of every expert, in the order asked. The provider never computes; the backend has no policy.
 
+use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use thiserror::Error;
 
@@ -21,11 +23,52 @@ pub struct SlotAddress {
 
 /// Slots that the host can read: what the CPU backend executes from.
 pub trait SlotMemory: Send + Sync {
-    /// The tiled record at `address`.
+    /// The tiled record at `address`, readable until the guard is dropped.
     ///
     /// # Panics
-    /// When the address is not one that the provider gave for this memory.
-    fn record(&self, address: SlotAddress) -> &[u8];
+    /// When the address is not one that the provider gave for this memory, or the slot is being written.
+    fn record(&self, address: SlotAddress) -> RecordGuard<'_>;
+}
+
+/// A record that is being read.
+#[derive(Debug)]
+pub struct RecordGuard<'a> {
+    bytes: &'a [u8],
+    readers: Option<&'a AtomicU32>,
+}
+
+impl<'a> RecordGuard<'a> {
+    /// Bytes that are never written.
+    #[must_use]
+    pub fn immutable(bytes: &'a [u8]) -> Self {
+        Self { bytes, readers: None }
+    }
+
+    /// Bytes that are not written while `readers`, which already counts this guard, is above zero.
+    #[must_use]
+    pub fn counted(bytes: &'a [u8], readers: &'a AtomicU32) -> Self {
+        Self {
+            bytes,
+            readers: Some(readers),
+        }
+    }
+}
+
+impl Deref for RecordGuard<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.bytes
+    }
+}
+
+impl Drop for RecordGuard<'_> {
+    fn drop(&mut self) {
+        if let Some(readers) = self.readers {
+            // Release: the next writer's acquire sees every read of this guard done.
+            readers.fetch_sub(1, Ordering::Release);
+        }
+    }
 }
 
 /// The routed experts of one layer that a step needs: distinct, in ascending order.

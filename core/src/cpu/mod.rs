@@ -7,6 +7,7 @@ mod reference;
 pub mod simd;
 pub mod step;
 pub mod tiling;
+pub mod transport;
 
 pub use fast::FastCpu;
 pub use reference::ReferenceCpu;

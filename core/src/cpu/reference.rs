@@ -304,7 +304,7 @@ impl ReferenceModel {
         for (group, address) in groups.iter().zip(lease.wait()?) {
             let record = self.slots.record(*address);
             for (row, rank) in &group.uses {
-                y[*row][*rank] = self.expert(layout, record, &x[*row]);
+                y[*row][*rank] = self.expert(layout, &record, &x[*row]);
                 report.routed += 1;
             }
             report.records += 1;

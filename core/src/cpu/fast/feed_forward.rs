@@ -13,7 +13,7 @@ use crate::cpu::simd::kernels::{AddScaled, padded, permute, permuted_len};
 use crate::cpu::step::{ExpertRows, group_by_expert, routing_taps};
 use crate::cpu::tiling::TiledLayout;
 use crate::ids::{ExpertId, LayerId};
-use crate::provider::{ExpertProvider, Hold, RoutedGroup};
+use crate::provider::{ExpertProvider, Hold, RecordGuard, RoutedGroup};
 use crate::roles::{ExpertMatrix, LayerRole};
 use crate::spec::{FeedForward, MoeSpec};
 use crate::stage::{Stage, Tap, TapData};
@@ -255,7 +255,7 @@ impl Step<'_> {
     fn expert_tasks<'t>(
         &'t self,
         tasks: &mut Tasks<'t>,
-        routed: &Routed<'t>,
+        routed: &'t Routed<'_>,
         matrix: ExpertMatrix,
         (rows, cols): (usize, usize),
         slices: &mut Slices<'t>,
@@ -375,7 +375,7 @@ impl Step<'_> {
 #[derive(Default)]
 struct Routed<'a> {
     groups: Vec<ExpertRows>,
-    records: Vec<&'a [u8]>,
+    records: Vec<RecordGuard<'a>>,
     /// Rows of gate and up.
     width: usize,
 }
