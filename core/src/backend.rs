@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::dense::DenseStore;
-use crate::provider::{CacheFault, ExpertProvider};
+use crate::provider::{AcquireError, CacheFault, ExpertProvider};
 use crate::spec::ModelSpec;
 use crate::stage::Tap;
 
@@ -192,7 +192,10 @@ pub enum StepError {
     /// The batch breaks a rule of [`StepRow`].
     #[error("step: {0}")]
     Invalid(String),
-    /// Experts could not be had.
+    /// Experts could not be had; another try of the same step may succeed.
+    #[error(transparent)]
+    Experts(#[from] AcquireError),
+    /// The provider of experts has faulted.
     #[error(transparent)]
     Fault(#[from] CacheFault),
     /// The ticket is not of a step in flight.

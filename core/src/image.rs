@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use crate::dense::{LoadError, SourceError};
 use crate::dtype::NarrowingReport;
 use crate::ids::{ExpertId, LayerId};
-use crate::memory::AnonymousMemory;
+use crate::memory::{AnonymousMemory, FrozenMemory};
 use crate::provider::{RecordGuard, SlotAddress, SlotMemory};
 use crate::record::{RecordLayout, RecordTiling};
 use crate::spec::ModelSpec;
@@ -28,7 +28,7 @@ pub trait ExpertSource: Sync {
 /// Every expert record of a model, tiled; immutable once built.
 #[derive(Debug)]
 pub struct ExpertImage {
-    memory: AnonymousMemory,
+    memory: FrozenMemory,
     layout: RecordLayout,
     record_bytes: usize,
     experts: usize,
@@ -82,6 +82,11 @@ impl ExpertImage {
                 a += b;
                 Ok(a)
             })?;
+        let memory = memory.freeze().map_err(|source| LoadError::Memory {
+            what: "protecting the routed experts",
+            bytes,
+            source,
+        })?;
         Ok(Self {
             memory,
             layout: layout.clone(),
@@ -123,6 +128,16 @@ impl ExpertImage {
         self.narrowing
     }
 
+    /// The tiled record at an address of this image.
+    ///
+    /// # Panics
+    /// When the address is not one of [`address`](Self::address).
+    #[must_use]
+    pub fn bytes_at(&self, address: SlotAddress) -> &[u8] {
+        let start = usize::try_from(address.offset).expect("addresses come from this image");
+        &self.memory.bytes()[start..start + self.record_bytes]
+    }
+
     /// Where the record of an expert lies, or `None` if the model has no such expert.
     #[must_use]
     pub fn address(&self, layer: LayerId, expert: ExpertId) -> Option<SlotAddress> {
@@ -136,8 +151,7 @@ impl ExpertImage {
 
 impl SlotMemory for ExpertImage {
     fn record(&self, address: SlotAddress) -> RecordGuard<'_> {
-        let start = usize::try_from(address.offset).expect("addresses come from this image");
-        RecordGuard::immutable(&self.memory.bytes()[start..start + self.record_bytes])
+        RecordGuard::immutable(self.bytes_at(address))
     }
 }
 

@@ -2,7 +2,9 @@
 
 use std::io;
 
-use memmap2::MmapMut;
+use memmap2::{Mmap, MmapMut};
+
+use crate::observe::process;
 
 /// Alignment of every carved range, in bytes: a cache line, and one AVX-512 register.
 pub const ALIGNMENT: usize = 64;
@@ -58,5 +60,72 @@ impl AnonymousMemory {
     /// The bytes, writable.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.map.as_deref_mut().unwrap_or_default()
+    }
+}
+
+/// A range of anonymous memory that the operating system protects against writing.
+#[derive(Debug)]
+pub struct FrozenMemory {
+    map: Option<Mmap>,
+    len: usize,
+}
+
+impl AnonymousMemory {
+    /// Makes the memory read-only for the rest of its life.
+    ///
+    /// # Errors
+    /// The system's error when it refuses.
+    pub fn freeze(self) -> io::Result<FrozenMemory> {
+        let map = self.map.map(MmapMut::make_read_only).transpose()?;
+        Ok(FrozenMemory { map, len: self.len })
+    }
+}
+
+impl FrozenMemory {
+    /// Bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The bytes.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        self.map.as_deref().unwrap_or_default()
+    }
+
+    /// Makes the memory writable again, which is counted. The product never does; shared memory cannot be, since
+    /// this takes the whole value.
+    ///
+    /// # Errors
+    /// The system's error when it refuses.
+    pub fn thaw(self) -> io::Result<AnonymousMemory> {
+        process().protections_lifted.add(1);
+        let map = self.map.map(Mmap::make_mut).transpose()?;
+        Ok(AnonymousMemory { map, len: self.len })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::observe::ProcessMark;
+
+    #[test]
+    fn lifting_a_protection_is_counted() {
+        let mut memory = AnonymousMemory::zeroed(5000).expect("a page or two");
+        memory.bytes_mut()[4999] = 7;
+        let frozen = memory.freeze().expect("can be protected");
+        let mark = ProcessMark::now();
+        assert_eq!(frozen.bytes()[4999], 7);
+        let mut thawed = frozen.thaw().expect("can be unprotected");
+        assert!(mark.protections_lifted() >= 1);
+        thawed.bytes_mut()[0] = 1;
     }
 }

@@ -3,6 +3,7 @@
 //! A step captures one generation, then asks for each layer's routed group and gets a lease with the slot
 //! address of every expert, in the order asked. The provider never computes; the backend has no policy.
 
+use std::any::Any;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,6 +12,7 @@ use thiserror::Error;
 
 use crate::ids::{ExpertId, GenerationId, LayerId};
 use crate::image::ExpertImage;
+use crate::transport::Completion;
 
 /// Place of an expert record: a buffer of the backend and a byte offset in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -85,7 +87,7 @@ pub struct Hold {
     /// The generation held.
     pub generation: GenerationId,
     /// Keeps what the generation maps to alive.
-    pub keep: Arc<dyn Send + Sync>,
+    pub keep: Arc<dyn Any + Send + Sync>,
 }
 
 /// A hold on the slots of one routed group. Dropping it releases them.
@@ -107,16 +109,55 @@ pub struct CacheFault {
     pub reason: String,
 }
 
+/// A group that could not be had.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum AcquireError {
+    /// Bringing the group failed before anything was published: nothing changed, and asking again may succeed.
+    #[error("the experts of {layer} could not be brought: {reason}")]
+    Failed {
+        /// Layer of the group.
+        layer: LayerId,
+        /// What happened.
+        reason: String,
+    },
+    /// The group does not fit at once; [`ExpertProvider::waves`] cuts it.
+    #[error(
+        "a group of {experts} experts, {missing} of them missing, does not fit at once: cut it into waves"
+    )]
+    TooLarge {
+        /// Experts asked for.
+        experts: usize,
+        /// How many are missing.
+        missing: usize,
+    },
+    /// Nothing more is served.
+    #[error(transparent)]
+    Fault(#[from] CacheFault),
+}
+
 /// Decides which experts are where.
 pub trait ExpertProvider: Send + Sync {
     /// Captures the current generation, wait-free; once a step.
     fn capture(&self) -> Hold;
 
-    /// Leases a routed group; a missing group moves `hold` to the generation that publishes it.
+    /// Cuts a group into waves that can each be acquired: what `hold` shows first, then the rest in ascending order.
+    /// The cut depends on residency; results do not depend on the cut.
+    fn waves(&self, hold: &Hold, group: &RoutedGroup<'_>) -> Vec<Vec<ExpertId>>;
+
+    /// Leases a routed group. A group that `hold` does not show moves it to the generation that does: the old one
+    /// is let go once `passed`, the end of the device work that reads it, has retired.
     ///
     /// # Errors
-    /// [`CacheFault`] when the provider has faulted or the group names an expert that does not exist.
-    fn acquire(&self, hold: &mut Hold, group: &RoutedGroup<'_>) -> Result<Box<dyn GroupLease>, CacheFault>;
+    /// [`AcquireError`].
+    fn acquire(
+        &self,
+        hold: &mut Hold,
+        group: &RoutedGroup<'_>,
+        passed: Completion,
+    ) -> Result<Box<dyn GroupLease>, AcquireError>;
+
+    /// Ends a step's hold once `after`, the end of the device work that reads it, has retired.
+    fn release(&self, hold: Hold, after: Completion);
 }
 
 /// The control: every expert always resident, straight from the host image.
@@ -140,7 +181,16 @@ impl ExpertProvider for FullyResident {
         }
     }
 
-    fn acquire(&self, _: &mut Hold, group: &RoutedGroup<'_>) -> Result<Box<dyn GroupLease>, CacheFault> {
+    fn waves(&self, _: &Hold, group: &RoutedGroup<'_>) -> Vec<Vec<ExpertId>> {
+        vec![group.experts.to_vec()]
+    }
+
+    fn acquire(
+        &self,
+        _: &mut Hold,
+        group: &RoutedGroup<'_>,
+        _: Completion,
+    ) -> Result<Box<dyn GroupLease>, AcquireError> {
         let addresses = group
             .experts
             .iter()
@@ -153,6 +203,8 @@ impl ExpertProvider for FullyResident {
             .collect::<Result<Vec<_>, _>>()?;
         Ok(Box::new(AllResident(addresses)))
     }
+
+    fn release(&self, _: Hold, _: Completion) {}
 }
 
 struct AllResident(Vec<SlotAddress>);

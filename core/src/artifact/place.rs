@@ -5,10 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::io;
 use super::manifest::MANIFEST_FILE;
-use super::writer::WriteError;
-
-/// Marks a directory as one that an unfinished run made.
-const MARKER: &str = ".horizon-pack";
+use super::writer::{UNFINISHED_MARKER, WriteError};
 
 /// A directory `DEST.partial` that becomes `DEST` in one rename, or disappears.
 ///
@@ -54,7 +51,7 @@ impl Place {
             lock,
             published: false,
         };
-        File::create(place.path(MARKER)).map_err(WriteError::io(&place.partial))?;
+        File::create(place.path(UNFINISHED_MARKER)).map_err(WriteError::io(&place.partial))?;
         place.recover(notes)?;
         place.check_destination()?;
         Ok(place)
@@ -107,7 +104,7 @@ impl Place {
     /// Makes the directory durable and gives it its name.
     pub(super) fn publish(mut self, notes: &mut Vec<String>) -> Result<PathBuf, WriteError> {
         let occupied = self.check_destination()?;
-        fs::remove_file(self.path(MARKER)).map_err(WriteError::io(&self.partial))?;
+        fs::remove_file(self.path(UNFINISHED_MARKER)).map_err(WriteError::io(&self.partial))?;
         io::sync_directory(&self.partial).map_err(WriteError::io(&self.partial))?;
         if occupied {
             fs::rename(&self.dest, &self.replaced).map_err(WriteError::io(&self.dest))?;
@@ -178,11 +175,13 @@ fn empty_leftover(partial: &Path) -> Result<bool, WriteError> {
     if entries.is_empty() {
         return Ok(false);
     }
-    if !partial.join(MARKER).exists() && !partial.join(MANIFEST_FILE).exists() {
+    if !partial.join(UNFINISHED_MARKER).exists() && !partial.join(MANIFEST_FILE).exists() {
         return Err(WriteError::ForeignPartial(partial.to_owned()));
     }
     // The marker goes last: a removal that is itself interrupted is still recognised.
-    let (marker, others): (Vec<_>, Vec<_>) = entries.into_iter().partition(|e| e.file_name() == MARKER);
+    let (marker, others): (Vec<_>, Vec<_>) = entries
+        .into_iter()
+        .partition(|e| e.file_name() == UNFINISHED_MARKER);
     for entry in others.iter().chain(&marker) {
         fs::remove_file(entry.path()).map_err(WriteError::io(&entry.path()))?;
     }

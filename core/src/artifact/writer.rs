@@ -17,6 +17,9 @@ use super::place::Place;
 use super::{header, io, json};
 use crate::dtype::DType;
 
+/// File that marks a directory as the work of a run that has not finished.
+pub const UNFINISHED_MARKER: &str = ".horizon-pack";
+
 /// Bytes gathered before a write.
 const WRITE_BYTES: usize = 1 << 20;
 

@@ -16,14 +16,15 @@ use crate::cpu::numerics::{
     RotaryTable, Routing, argmax, dot_f16, dot_f32, dot_qpacked, narrow, rms_norm, route, sigmoid, silu,
     softmax,
 };
-use crate::cpu::step::{Finished, Weights, check_batch, group_by_expert, routing_taps};
+use crate::cpu::step::{Finished, Weights, check_batch, for_each_wave, group_by_expert, routing_taps};
 use crate::dense::DenseStore;
 use crate::ids::LayerId;
-use crate::provider::{ExpertProvider, Hold, RoutedGroup, SlotMemory};
+use crate::provider::{ExpertProvider, Hold, SlotMemory};
 use crate::record::{Canonical, ExpertEncoding, RecordLayout, RecordTiling};
 use crate::roles::{DenseRole, ExpertMatrix, LayerRole};
 use crate::spec::{FeedForward, ModelSpec, MoeSpec, QkNorm};
 use crate::stage::{Stage, Tap, TapData};
+use crate::transport::Completion;
 
 const NAME: &str = "cpu-reference";
 
@@ -152,6 +153,7 @@ impl ReferenceModel {
                 out.taps.push(tap(Stage::Hidden(layer), &hidden));
             }
         }
+        experts.release(hold, Completion::DONE);
         for (_, h) in batch.rows.iter().zip(&hidden).filter(|(row, _)| row.logits) {
             let mut x = vec![0.0; h.len()];
             rms_norm(
@@ -297,18 +299,18 @@ impl ReferenceModel {
             .as_ref()
             .expect("a layer with experts has a record layout");
         let groups = group_by_expert(moe.experts, routing);
-        let ids: Vec<_> = groups.iter().map(|g| g.expert).collect();
-        let lease = provider.acquire(hold, &RoutedGroup { layer, experts: &ids })?;
         // y[row][rank]: kept apart so that the sum below runs in ranking order.
         let mut y = vec![vec![Vec::new(); moe.top_k]; x.len()];
-        for (group, address) in groups.iter().zip(lease.wait()?) {
-            let record = self.slots.record(*address);
-            for (row, rank) in &group.uses {
-                y[*row][*rank] = self.expert(layout, &record, &x[*row]);
-                report.routed += 1;
+        for_each_wave(provider, hold, layer, &groups, |wave, addresses| {
+            for (group, address) in wave.iter().zip(addresses) {
+                let record = self.slots.record(*address);
+                for (row, rank) in &group.uses {
+                    y[*row][*rank] = self.expert(layout, &record, &x[*row]);
+                    report.routed += 1;
+                }
+                report.records += 1;
             }
-            report.records += 1;
-        }
+        })?;
         let combined = routing.iter().zip(&y).zip(x).map(|((r, y), x)| {
             let mut sum = vec![0.0f32; x.len()];
             for (w, y) in r.weights.iter().zip(y) {

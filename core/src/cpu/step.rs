@@ -1,5 +1,6 @@
 //! What the reference and the fast backend share around a step: checks, tickets, weights by role, grouping.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use half::f16;
@@ -8,9 +9,11 @@ use crate::backend::{BackendError, Regime, StepBatch, StepError, StepOutput, Tic
 use crate::cpu::numerics::Routing;
 use crate::dense::DenseStore;
 use crate::ids::{ExpertId, LayerId};
+use crate::provider::{AcquireError, ExpertProvider, Hold, RoutedGroup, SlotAddress};
 use crate::roles::{DenseRole, LayerRole, dense_tensors};
 use crate::spec::ModelSpec;
 use crate::stage::{Stage, Tap, TapData};
+use crate::transport::Completion;
 
 /// Checks a batch against the rules of [`StepRow`](crate::backend::StepRow). `filled` holds, for each sequence,
 /// how many positions its KV cache holds; it is brought up to date.
@@ -189,6 +192,70 @@ pub fn group_by_expert(experts: usize, routing: &[Routing]) -> Vec<ExpertRows> {
         .filter(|(_, uses)| !uses.is_empty())
         .map(|(expert, uses)| ExpertRows { expert, uses })
         .collect()
+}
+
+/// Times that a group is asked for again after a transfer failed.
+const ATTEMPTS: usize = 3;
+
+/// Acquires the experts of `groups` wave by wave and hands each wave with its slot addresses to `run`. Everything
+/// that `run` reads of the slots must be dropped when it returns.
+///
+/// # Errors
+/// [`StepError`] when a wave cannot be had.
+///
+/// # Panics
+/// When the provider gives experts that were not asked for.
+pub fn for_each_wave(
+    provider: &dyn ExpertProvider,
+    hold: &mut Hold,
+    layer: LayerId,
+    groups: &[ExpertRows],
+    mut run: impl FnMut(Vec<ExpertRows>, &[SlotAddress]),
+) -> Result<(), StepError> {
+    let ids: Vec<ExpertId> = groups.iter().map(|g| g.expert).collect();
+    let mut waves: VecDeque<_> = provider.waves(hold, &RoutedGroup { layer, experts: &ids }).into();
+    let mut failures = 0;
+    while let Some(wave) = waves.pop_front() {
+        let group = RoutedGroup {
+            layer,
+            experts: &wave,
+        };
+        let lease = match provider.acquire(hold, &group, Completion::DONE) {
+            Ok(lease) => lease,
+            // Nothing was published: the same wave again.
+            Err(AcquireError::Failed { .. }) if failures + 1 < ATTEMPTS => {
+                failures += 1;
+                waves.push_front(wave);
+                continue;
+            }
+            // Somebody else's publication has changed what is missing.
+            Err(AcquireError::TooLarge { .. }) => {
+                let again = provider.waves(hold, &group);
+                if again.len() < 2 {
+                    return Err(AcquireError::TooLarge {
+                        experts: wave.len(),
+                        missing: wave.len(),
+                    }
+                    .into());
+                }
+                for part in again.into_iter().rev() {
+                    waves.push_front(part);
+                }
+                continue;
+            }
+            Err(e) => return Err(e.into()),
+        };
+        let find = |e: &ExpertId| {
+            groups
+                .binary_search_by_key(e, |g| g.expert)
+                .expect("a wave of this group")
+        };
+        run(
+            wave.iter().map(|e| groups[find(e)].clone()).collect(),
+            lease.wait()?,
+        );
+    }
+    Ok(())
 }
 
 /// The two taps of a routing decision.

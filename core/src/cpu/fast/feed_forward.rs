@@ -10,10 +10,10 @@ use super::workspace::Workspace;
 use crate::backend::{StepError, StepReport};
 use crate::cpu::numerics::{Routing, route, sigmoid, silu};
 use crate::cpu::simd::kernels::{AddScaled, padded, permute, permuted_len};
-use crate::cpu::step::{ExpertRows, group_by_expert, routing_taps};
+use crate::cpu::step::{ExpertRows, for_each_wave, group_by_expert, routing_taps};
 use crate::cpu::tiling::TiledLayout;
-use crate::ids::{ExpertId, LayerId};
-use crate::provider::{ExpertProvider, Hold, RecordGuard, RoutedGroup};
+use crate::ids::LayerId;
+use crate::provider::{ExpertProvider, Hold, RecordGuard};
 use crate::roles::{ExpertMatrix, LayerRole};
 use crate::spec::{FeedForward, MoeSpec};
 use crate::stage::{Stage, Tap, TapData};
@@ -77,25 +77,21 @@ impl Step<'_> {
             FeedForward::Moe(moe) => {
                 let (routing, gates) = self.route(moe, ws, taps);
                 let groups = group_by_expert(moe.experts, &routing);
-                let ids: Vec<ExpertId> = groups.iter().map(|g| g.expert).collect();
-                let lease = experts.acquire(
-                    hold,
-                    &RoutedGroup {
-                        layer: self.layer,
-                        experts: &ids,
-                    },
-                )?;
                 report.routed += (n * moe.top_k) as u64;
                 report.records += groups.len() as u64;
-                let shared = moe.shared.as_ref().map(|s| (SHARED, s.width));
-                let records = lease.wait()?.iter().map(|a| c.slots.record(*a)).collect();
-                let routed = Routed {
-                    groups,
-                    records,
-                    width: moe.width,
-                };
-                self.products(ws, &routed, shared);
-                self.combine(ws, &routed, &routing, &gates);
+                let mut mlp = moe.shared.as_ref().map(|s| (SHARED, s.width));
+                let mut done: Vec<ExpertRows> = Vec::with_capacity(groups.len());
+                for_each_wave(experts, hold, self.layer, &groups, |wave, addresses| {
+                    let routed = Routed {
+                        records: addresses.iter().map(|a| c.slots.record(*a)).collect(),
+                        groups: wave,
+                        width: moe.width,
+                        before: done.iter().map(|g| g.uses.len()).sum(),
+                    };
+                    self.products(ws, &routed, mlp.take());
+                    done.extend(routed.groups);
+                })?;
+                self.combine(ws, &done, &routing, &gates);
             }
         }
         Ok(())
@@ -183,11 +179,11 @@ impl Step<'_> {
         self.activate(ws, routed, act_stride, mlp.map(|(_, width)| width));
 
         let mut tasks = Tasks::default();
-        let (experts, rest) = ws.down.split_at_mut(uses * hidden);
+        let (shared, experts) = ws.down.split_at_mut(n * hidden);
         let mut place = Slices {
             x: &ws.expert_acts,
             x_stride: act_stride,
-            out: experts,
+            out: &mut experts[routed.before * hidden..],
         };
         self.expert_tasks(
             &mut tasks,
@@ -198,12 +194,7 @@ impl Step<'_> {
         );
         if let Some((roles, width)) = mlp {
             let w = c.weights.layer(self.layer, roles[2]);
-            tasks.dense(
-                w,
-                width,
-                &ws.mlp_acts[..n * padded(width)],
-                &mut rest[..n * hidden],
-            );
+            tasks.dense(w, width, &ws.mlp_acts[..n * padded(width)], shared);
         }
         tasks.run(c.isa);
     }
@@ -301,7 +292,7 @@ impl Step<'_> {
                 narrow_row(row);
             }
         };
-        let places = routed.places();
+        let places = places_of(&routed.groups);
         if !places.is_empty() {
             let acts = expert_acts.par_chunks_exact_mut(act_stride).zip(&places);
             acts.for_each_init(Vec::new, |row, (out, place)| {
@@ -327,20 +318,23 @@ impl Step<'_> {
     }
 
     /// The weighted sum of each row's experts in ranking order, then its shared expert, into `ws.block`.
-    fn combine(&self, ws: &mut Workspace, routed: &Routed<'_>, routing: &[Routing], gates: &[f32]) {
+    fn combine(&self, ws: &mut Workspace, groups: &[ExpertRows], routing: &[Routing], gates: &[f32]) {
         let (c, n, hidden) = (self.c, self.rows, self.c.spec.hidden);
         let top_k = routing[0].experts.len();
         let mut places = vec![Place::default(); n * top_k];
-        for (place, (row, rank)) in routed
-            .places()
+        for (place, (row, rank)) in places_of(groups)
             .into_iter()
-            .zip(routed.groups.iter().flat_map(|g| &g.uses))
+            .zip(groups.iter().flat_map(|g| &g.uses))
         {
-            places[row * top_k + rank] = place;
+            // The experts' results stand after the shared expert's.
+            places[row * top_k + rank] = Place {
+                start: n + place.start,
+                ..place
+            };
         }
         let shared = c.weights.optional(self.layer, LayerRole::SharedDown).is_some();
         let shared_place = |t| Place {
-            start: routed.uses(),
+            start: 0,
             uses: n,
             column: t,
         };
@@ -371,13 +365,15 @@ impl Step<'_> {
     }
 }
 
-/// The routed experts of one layer and their records, in the same order.
+/// The routed experts of one wave and their records, in the same order.
 #[derive(Default)]
 struct Routed<'a> {
     groups: Vec<ExpertRows>,
     records: Vec<RecordGuard<'a>>,
     /// Rows of gate and up.
     width: usize,
+    /// (row, rank) pairs of the waves before.
+    before: usize,
 }
 
 impl Routed<'_> {
@@ -385,21 +381,21 @@ impl Routed<'_> {
     fn uses(&self) -> usize {
         self.groups.iter().map(|g| g.uses.len()).sum()
     }
+}
 
-    /// Where the result of each use lies, in the order of the groups.
-    fn places(&self) -> Vec<Place> {
-        let mut start = 0;
-        let mut places = Vec::new();
-        for g in &self.groups {
-            places.extend((0..g.uses.len()).map(|column| Place {
-                start,
-                uses: g.uses.len(),
-                column,
-            }));
-            start += g.uses.len();
-        }
-        places
+/// Where the result of each use lies, in the order of the groups.
+fn places_of(groups: &[ExpertRows]) -> Vec<Place> {
+    let mut start = 0;
+    let mut places = Vec::new();
+    for g in groups {
+        places.extend((0..g.uses.len()).map(|column| Place {
+            start,
+            uses: g.uses.len(),
+            column,
+        }));
+        start += g.uses.len();
     }
+    places
 }
 
 /// Inputs and outputs of a phase, taken off group by group.

@@ -31,6 +31,7 @@ use crate::record::{ExpertEncoding, RecordLayout, RecordTiling};
 use crate::roles::DenseRole;
 use crate::spec::ModelSpec;
 use crate::stage::{Stage, Tap, TapData};
+use crate::transport::Completion;
 use rows::norm_rows;
 use tasks::{Tasks, transpose};
 use workspace::{LOGIT_ROWS, Workspace};
@@ -227,6 +228,7 @@ impl FastModel {
                     .push(tap(Stage::Hidden(layer), width, &ws.hidden[..used]));
             }
         }
+        experts.release(hold, Completion::DONE);
         head(c, ws, batch, &mut out);
         Ok(out)
     }

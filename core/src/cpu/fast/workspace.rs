@@ -39,7 +39,7 @@ pub struct Workspace {
     pub up: Vec<f32>,
     /// `[T][padded(shared or dense width)]`
     pub mlp_acts: Vec<f32>,
-    /// `[hidden][uses]` of each expert, shared after all.
+    /// `[hidden][uses]` of the shared expert or dense MLP, then of each expert.
     pub down: Vec<f32>,
 }
 
