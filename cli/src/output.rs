@@ -4,6 +4,7 @@ use std::error::Error;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use horizon_core::artifact::Progress;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -164,31 +165,30 @@ impl Output {
     /// A progress bar on stderr if that is a terminal; notes are printed in any case, unless quiet.
     #[must_use]
     pub fn progress(self) -> Bar {
-        let shown = !self.quiet && io::stderr().is_terminal();
-        let target = if shown {
-            ProgressDrawTarget::stderr()
-        } else {
-            ProgressDrawTarget::hidden()
-        };
-        let bar = ProgressBar::with_draw_target(None, target);
         Bar {
-            bar,
+            bar: ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden()),
             output: self,
-            phase: Mutex::default(),
+            shown: !self.quiet && io::stderr().is_terminal(),
+            phase: Mutex::new(None),
         }
     }
 }
 
-/// Progress of long work.
+/// Progress of long work. It appears once a phase has taken a moment, so that short work does not flicker.
 #[derive(Debug)]
 pub struct Bar {
     bar: ProgressBar,
     output: Output,
-    phase: Mutex<String>,
+    shown: bool,
+    /// Since when there is something that is not drawn yet.
+    phase: Mutex<Option<Instant>>,
 }
 
+/// How long work goes on unseen.
+const PATIENCE: Duration = Duration::from_millis(300);
+
 impl Bar {
-    /// Length in things that are not bytes.
+    /// Begins a phase whose length is in things that are not bytes.
     pub fn begin_count(&self, what: &str, count: u64) {
         self.start(what, count, "{msg} {wide_bar} {pos}/{len} {eta}");
     }
@@ -196,23 +196,39 @@ impl Bar {
     /// So many are done.
     pub fn set(&self, done: u64) {
         self.bar.set_position(done);
+        self.appear();
     }
 
     fn start(&self, what: &str, length: u64, template: &str) {
-        if let Ok(mut phase) = self.phase.lock() {
-            what.clone_into(&mut phase);
-        }
+        self.bar.set_length(length);
+        self.bar.set_message(what.to_string());
+        self.bar.reset();
         if let Ok(style) = ProgressStyle::with_template(template) {
             self.bar.set_style(style);
         }
-        self.bar.reset();
-        self.bar.set_length(length);
-        self.bar.set_message(what.to_string());
+        if let Ok(mut since) = self.phase.lock() {
+            since.get_or_insert_with(Instant::now);
+        }
     }
 
-    /// Removes the bar.
+    fn appear(&self) {
+        // Whoever finds the lock taken leaves it to the other.
+        let Ok(mut since) = self.phase.try_lock() else {
+            return;
+        };
+        if self.shown && self.bar.is_hidden() && since.is_some_and(|s| s.elapsed() > PATIENCE) {
+            *since = None;
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+        }
+    }
+
+    /// Removes the bar until something begins again.
     pub fn finish(&self) {
         self.bar.finish_and_clear();
+        self.bar.set_draw_target(ProgressDrawTarget::hidden());
+        if let Ok(mut since) = self.phase.lock() {
+            *since = None;
+        }
     }
 }
 
@@ -227,6 +243,7 @@ impl Progress for Bar {
 
     fn advance(&self, bytes: u64) {
         self.bar.inc(bytes);
+        self.appear();
     }
 
     fn note(&self, text: &str) {

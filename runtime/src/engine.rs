@@ -10,14 +10,15 @@ use horizon_core::backend::{
     Activations, Backend, BackendError, CompiledModel, ExecutorId, PREFILL_CHUNK, Plan, Regime,
 };
 use horizon_core::cpu::{FastCpu, ReferenceCpu};
-use horizon_core::ids::GenerationId;
+use horizon_core::ids::{ExpertId, GenerationId};
 use horizon_core::image::NoExperts;
 use horizon_core::provider::{
-    CacheFault, ExpertProvider, FullyResident, GroupLease, Hold, RoutedGroup, SlotMemory,
+    AcquireError, CacheFault, ExpertProvider, FullyResident, GroupLease, Hold, RoutedGroup, SlotMemory,
 };
 use horizon_core::qpacked::{BlockSize, Quantizer};
 use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
 use horizon_core::spec::ModelSpec;
+use horizon_core::transport::Completion;
 use horizon_models::pack::{DEFAULT_BLOCK, DEFAULT_QUANTIZER};
 use horizon_models::source::{ExpertsMode, HostBytes, LoadError, LoadOptions, ModelSource, SourceKind};
 use serde::Serialize;
@@ -442,10 +443,19 @@ impl ExpertProvider for NothingRouted {
         }
     }
 
-    fn acquire(&self, _: &mut Hold, group: &RoutedGroup<'_>) -> Result<Box<dyn GroupLease>, CacheFault> {
-        Err(CacheFault {
-            layer: group.layer,
-            reason: "the model has no routed experts".into(),
-        })
+    fn waves(&self, _: &Hold, group: &RoutedGroup<'_>) -> Vec<Vec<ExpertId>> {
+        vec![group.experts.to_vec()]
     }
+
+    fn acquire(
+        &self,
+        _: &mut Hold,
+        group: &RoutedGroup<'_>,
+        _: Completion,
+    ) -> Result<Box<dyn GroupLease>, AcquireError> {
+        let (layer, reason) = (group.layer, "the model has no routed experts".into());
+        Err(CacheFault { layer, reason }.into())
+    }
+
+    fn release(&self, _: Hold, _: Completion) {}
 }

@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex};
 use horizon_core::backend::{
     CompiledModel, ExecutorId, StepBatch, StepError, StepOutput, StepReport, Ticket,
 };
-use horizon_core::provider::{CacheFault, ExpertProvider, GroupLease, Hold, RoutedGroup};
+use horizon_core::ids::ExpertId;
+use horizon_core::provider::{AcquireError, ExpertProvider, GroupLease, Hold, RoutedGroup};
+use horizon_core::transport::Completion;
 
 /// What the model saw: for each step, position and token of every row.
 pub type Steps = Arc<Mutex<Vec<Vec<(usize, u32)>>>>;
@@ -122,7 +124,20 @@ impl ExpertProvider for NoProvider {
         unreachable!("the scripted model routes nothing")
     }
 
-    fn acquire(&self, _: &mut Hold, _: &RoutedGroup<'_>) -> Result<Box<dyn GroupLease>, CacheFault> {
+    fn waves(&self, _: &Hold, _: &RoutedGroup<'_>) -> Vec<Vec<ExpertId>> {
+        unreachable!("the scripted model routes nothing")
+    }
+
+    fn acquire(
+        &self,
+        _: &mut Hold,
+        _: &RoutedGroup<'_>,
+        _: Completion,
+    ) -> Result<Box<dyn GroupLease>, AcquireError> {
+        unreachable!("the scripted model routes nothing")
+    }
+
+    fn release(&self, _: Hold, _: Completion) {
         unreachable!("the scripted model routes nothing")
     }
 }

@@ -11,7 +11,7 @@ use horizon_core::spec::ModelSpec;
 use horizon_core::synthetic::{Shape, SyntheticSpec, write_checkpoint};
 use horizon_models::source::{ModelSource, SourceKind};
 use horizon_runtime::bandwidth::{self, Bandwidth};
-use horizon_runtime::disk::{ReadRate, drop_from_cache, read_rate};
+use horizon_runtime::disk::{Destination, ReadRate, drop_from_cache, read_rate};
 use horizon_runtime::engine::{self, Engine, EngineOptions, HostMemory, OpenTimings, Settings};
 use horizon_runtime::footprint::BytesPerToken;
 use horizon_runtime::process::AnonymousPeak;
@@ -62,10 +62,17 @@ struct ColdStart {
     first_token_s: f64,
     /// Whether the files were dropped from the page cache before.
     page_cache: &'static str,
-    /// The same files read by the same threads, their bytes thrown away.
-    read: Option<ReadRate>,
+    /// The same files read by the same threads and nothing done with them; none for a model within the program.
+    read: Vec<ReadComparison>,
+}
+
+/// Reading alone.
+#[derive(Serialize)]
+struct ReadComparison {
+    #[serde(flatten)]
+    rate: ReadRate,
     /// `first_token_s` over the time that reading alone takes.
-    first_token_over_read: Option<f64>,
+    first_token_over_read: f64,
 }
 
 /// Measures decode speed.
@@ -171,8 +178,7 @@ fn measure(
         prefill_s,
         first_token_s: before_s + prefill_s,
         page_cache: if args.cold { "dropped" } else { "as it was" },
-        read: None,
-        first_token_over_read: None,
+        read: Vec::new(),
     };
     Ok(Measured {
         files,
@@ -188,17 +194,22 @@ fn measure(
 }
 
 impl ColdStart {
-    /// Reads the same files for comparison; nothing to read for a model within the program.
+    /// Reads the same files for comparison.
     fn compare(&mut self, files: &[PathBuf], cold: bool, pool: &rayon::ThreadPool) -> Result<(), CliError> {
-        if files.is_empty() {
-            return Ok(());
+        for into in [Destination::ReusedBuffers, Destination::NewMemory] {
+            if files.is_empty() {
+                break;
+            }
+            if cold {
+                drop_from_cache(files)?;
+            }
+            let rate = pool.install(|| read_rate(files, into))?;
+            let first_token_over_read = self.first_token_s * rate.bytes_per_second / rate.bytes as f64;
+            self.read.push(ReadComparison {
+                rate,
+                first_token_over_read,
+            });
         }
-        if cold {
-            drop_from_cache(files)?;
-        }
-        let read = pool.install(|| read_rate(files))?;
-        self.first_token_over_read = Some(self.first_token_s * read.bytes_per_second / read.bytes as f64);
-        self.read = Some(read);
         Ok(())
     }
 }
@@ -262,9 +273,19 @@ fn text(r: &DecodeReport) -> String {
         "first token after {:.3} s (files {:.3}, weights {:.3}, buffers {:.3}, prompt {:.3}), page cache {}\n",
         c.first_token_s, c.open_files_s, c.open.load_s, c.open.open_s, c.prefill_s, c.page_cache
     ));
-    if let (Some(read), Some(over)) = (c.read, c.first_token_over_read) {
-        let (size, rate) = (bytes(read.bytes), gb(read.bytes_per_second));
-        out.push_str(&format!("  {over:.2} x the time to read {size} at {rate}\n"));
+    for ReadComparison {
+        rate,
+        first_token_over_read,
+    } in &c.read
+    {
+        let (size, speed) = (bytes(rate.bytes), gb(rate.bytes_per_second));
+        let into = match rate.into {
+            Destination::ReusedBuffers => "small buffers",
+            Destination::NewMemory => "new memory",
+        };
+        out.push_str(&format!(
+            "  {first_token_over_read:.2} x reading {size} into {into} at {speed}\n"
+        ));
     }
     let total = bytes(r.predicted.total);
     match (r.peak_rss_anon_bytes, r.peak_over_predicted) {
