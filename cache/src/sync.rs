@@ -53,10 +53,12 @@ mod real {
 /// The standard library's reference count, also under loom: for what crosses the boundary of this crate.
 pub use std::sync::Arc as Shared;
 
+use std::sync::PoisonError;
+
 pub use real::{Arc, AtomicBool, AtomicU32, AtomicU64, Condvar, Mutex, MutexGuard, Ordering, Swap};
 
 /// Locks, also after a holder has panicked: what the locks protect is consistent between statements, and a cache
 /// that panicked inside a transaction has been faulted by its guard.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

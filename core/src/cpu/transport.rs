@@ -88,13 +88,16 @@ impl Cells {
     }
 }
 
+/// A layer's row of the residency table and the generation it belongs to.
+pub type Row = (GenerationId, Vec<Option<SlotId>>);
+
 /// Slots and staging in host memory.
 #[derive(Debug)]
 pub struct HostTransport {
     slots: Cells,
     staging: Cells,
     /// A row a layer, as a device would hold it.
-    table: Mutex<BTreeMap<LayerId, (GenerationId, Vec<Option<SlotId>>)>>,
+    table: Mutex<BTreeMap<LayerId, Row>>,
     submitted: AtomicU64,
     read_back: Counter,
     bytes: u64,
@@ -119,8 +122,8 @@ impl HostTransport {
             read_back: Counter::new(),
             bytes,
         };
-        for slot in 0..transport.slots.states.len() {
-            transport.poison(SlotId(u32::try_from(slot).expect("slots are counted in 32 bits")));
+        for (slot, _) in (0u32..).zip(&transport.slots.states) {
+            transport.poison(SlotId(slot));
         }
         Ok(transport)
     }
@@ -133,7 +136,7 @@ impl HostTransport {
 
     /// The published row of a layer: what a device would read.
     #[must_use]
-    pub fn row(&self, layer: LayerId) -> Option<(GenerationId, Vec<Option<SlotId>>)> {
+    pub fn row(&self, layer: LayerId) -> Option<Row> {
         self.table
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
