@@ -4,115 +4,22 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use half::f16;
 use horizon_core::backend::{
     Activations, Backend, CompiledModel, Regime, StepBatch, StepError, StepOutput, StepRow,
 };
 use horizon_core::cpu::simd::Isa;
 use horizon_core::cpu::{FastCpu, ReferenceCpu};
-use horizon_core::dense::{DenseSource, DenseStore, SourceError};
-use horizon_core::dtype::NarrowingReport;
-use horizon_core::ids::{ExpertId, LayerId};
-use horizon_core::image::{ExpertImage, ExpertSource};
+use horizon_core::dense::DenseStore;
+use horizon_core::ids::LayerId;
+use horizon_core::image::ExpertImage;
 use horizon_core::provider::{ExpertProvider, FullyResident};
-use horizon_core::qpacked::{BlockSize, QpackedLayout, Quantizer, quantize};
+use horizon_core::qpacked::BlockSize;
 use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
-use horizon_core::roles::DenseRole;
 use horizon_core::spec::{
     AttentionSpec, FeedForward, LayerSpec, ModelSpec, MoeSpec, QkNorm, SharedExpertSpec,
 };
 use horizon_core::stage::{Stage, TapData};
-
-/// Weights drawn from a counter, near-normal, so that no layer saturates.
-struct Random(u64);
-
-impl Random {
-    fn value(&self, key: u64, i: usize) -> f32 {
-        let mut z = (self.0 ^ key.wrapping_mul(0x9E37_79B9_7F4A_7C15))
-            .wrapping_add((i as u64).wrapping_mul(0xD134_2543_DE82_EF95));
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^= z >> 31;
-        let sum = (z & 0xFFFF) + ((z >> 16) & 0xFFFF) + ((z >> 32) & 0xFFFF) + (z >> 48);
-        (sum as f32 - 131_070.0) / 37_837.0
-    }
-
-    fn fill(&self, key: u64, fan_in: usize, out: &mut [f32]) {
-        let scale = 1.0 / (fan_in as f32).sqrt();
-        for (i, o) in out.iter_mut().enumerate() {
-            *o = self.value(key, i) * scale;
-        }
-    }
-}
-
-impl DenseSource for Random {
-    fn read(
-        &self,
-        role: DenseRole,
-        shape: &[usize],
-        out: &mut [f16],
-    ) -> Result<NarrowingReport, SourceError> {
-        let key = format!("{role:?}")
-            .bytes()
-            .fold(7u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01B3));
-        let norm = shape.len() == 1;
-        for (i, o) in out.iter_mut().enumerate() {
-            let v = self.value(key, i) / (*shape.last().expect("a shape") as f32).sqrt();
-            // Router rows are made wide apart, norms near one.
-            *o = f16::from_f32(if norm {
-                1.0 + v
-            } else if shape.len() == 2 && shape[0] < 64 {
-                4.0 * v
-            } else {
-                v
-            });
-        }
-        Ok(NarrowingReport::default())
-    }
-}
-
-impl ExpertSource for Random {
-    fn read(
-        &self,
-        layer: LayerId,
-        expert: ExpertId,
-        layout: &RecordLayout,
-        out: &mut [u8],
-    ) -> Result<NarrowingReport, SourceError> {
-        out.fill(0);
-        for (m, matrix) in (0u64..).zip(&layout.matrices) {
-            let mut w = vec![0.0; matrix.rows * matrix.cols];
-            let key = (u64::from(layer.0) << 32) + (u64::from(expert.0) << 2) + m;
-            self.fill(key, matrix.cols, &mut w);
-            match layout.encoding {
-                ExpertEncoding::F16 => {
-                    let bytes: Vec<u8> = w.iter().flat_map(|w| f16::from_f32(*w).to_le_bytes()).collect();
-                    out[matrix.values.clone()].copy_from_slice(&bytes);
-                }
-                ExpertEncoding::Qpacked { block } => {
-                    let q = QpackedLayout {
-                        rows: matrix.rows,
-                        cols: matrix.cols,
-                        block,
-                    };
-                    let mut scales = vec![f16::ZERO; q.scales()];
-                    quantize(
-                        "w",
-                        &w,
-                        &q,
-                        Quantizer::Absmax,
-                        &mut out[matrix.values.clone()],
-                        &mut scales,
-                    )
-                    .map_err(|e| SourceError(Box::new(e)))?;
-                    let bytes: Vec<u8> = scales.iter().flat_map(|s| s.to_le_bytes()).collect();
-                    out[matrix.scales.clone()].copy_from_slice(&bytes);
-                }
-            }
-        }
-        Ok(NarrowingReport::default())
-    }
-}
+use horizon_core::synthetic::RandomWeights;
 
 fn attention(heads: usize, kv_heads: usize, head_dim: usize) -> AttentionSpec {
     AttentionSpec {
@@ -210,7 +117,7 @@ fn open(
     isa: Option<(Isa, usize)>,
 ) -> Opened {
     spec.validate().expect("a sound case");
-    let random = Random(42);
+    let random = RandomWeights(42);
     let layout = RecordLayout::new(spec, encoding).expect("every case has experts");
     let tiling: &dyn RecordTiling = if isa.is_some() {
         FastCpu::tiling()

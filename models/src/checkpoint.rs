@@ -10,6 +10,7 @@ use horizon_core::artifact::header::{self, HeaderEntry, HeaderError};
 use horizon_core::artifact::io::{is_plain_name, read_bounded, read_exact_at};
 use horizon_core::artifact::manifest::{INDEX_FILE, MAX_SMALL_FILE_BYTES};
 use horizon_core::dtype::DType;
+use horizon_core::observe::process;
 use serde::Deserialize;
 use thiserror::Error;
 
@@ -384,6 +385,8 @@ impl<'a> OpenCheckpoint<'a> {
                 source,
             }),
             Reader::Memory(bytes) => {
+                // The same probe as on a file: a checkpoint in memory is a model's source all the same.
+                process().source_reads.add(1);
                 let start = usize::try_from(start).expect("the header was checked against these bytes");
                 out.copy_from_slice(&bytes[start..start + out.len()]);
                 Ok(())

@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use twox_hash::XxHash3_128;
 
+use crate::observe::process;
+
 /// A SHA-256.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -16,6 +18,7 @@ impl Digest {
     /// The SHA-256 of `bytes`.
     #[must_use]
     pub fn of(bytes: &[u8]) -> Self {
+        process().hashed_bytes.add(bytes.len() as u64);
         Self(Sha256::digest(bytes).into())
     }
 }
@@ -127,6 +130,7 @@ impl Summer {
 
     /// Takes in the next bytes.
     pub fn update(&mut self, bytes: &[u8]) {
+        process().hashed_bytes.add(bytes.len() as u64);
         self.0.write(bytes);
     }
 
@@ -153,6 +157,8 @@ pub struct Hasher {
 impl Hasher {
     /// Takes in the next bytes.
     pub fn update(&mut self, bytes: &[u8]) {
+        // Twice in all: the checksum counts for itself.
+        process().hashed_bytes.add(bytes.len() as u64);
         self.sha.update(bytes);
         self.sum.update(bytes);
     }

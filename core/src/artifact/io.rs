@@ -4,21 +4,25 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::path::Path;
 
-/// Fills `buffer` from `offset`; the file's own position plays no part, so threads may share `file`.
+use crate::observe::process;
+
+/// Fills `buffer` from `offset`, and counts the read; the file's own position plays no part, so threads may share
+/// `file`. All weights are read here.
 ///
 /// # Errors
 /// The system's error; `UnexpectedEof` when the file ends first.
-#[cfg(unix)]
 pub fn read_exact_at(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+    process().source_reads.add(1);
+    positioned_read(file, buffer, offset)
+}
+
+#[cfg(unix)]
+fn positioned_read(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<()> {
     std::os::unix::fs::FileExt::read_exact_at(file, buffer, offset)
 }
 
-/// Fills `buffer` from `offset`; threads may share `file`.
-///
-/// # Errors
-/// The system's error; `UnexpectedEof` when the file ends first.
 #[cfg(windows)]
-pub fn read_exact_at(file: &File, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {
+fn positioned_read(file: &File, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {
     while !buffer.is_empty() {
         match std::os::windows::fs::FileExt::seek_read(file, buffer, offset) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
@@ -62,11 +66,12 @@ pub fn write_all_at(file: &File, mut bytes: &[u8], mut offset: u64) -> io::Resul
     Ok(())
 }
 
-/// Reads a file of at most `limit` bytes; never reserves more than the file has.
+/// Reads a file of at most `limit` bytes, and counts the read; never reserves more than the file has.
 ///
 /// # Errors
 /// The system's error, or `FileTooLarge` with both sizes.
 pub fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    process().source_reads.add(1);
     let mut out = Vec::new();
     File::open(path)?.take(limit + 1).read_to_end(&mut out)?;
     if out.len() as u64 > limit {

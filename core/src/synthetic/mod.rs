@@ -5,6 +5,8 @@
 //! what it is (`olmoe-shape synthetic seed 1`), to measure speed and memory where the real weights are not at
 //! hand.
 //!
+//! [`RandomWeights`] needs no file: it is a source of weights for a specification, for tests.
+//!
 //! With plain random weights the routing of a deep model collapses: what attention averages over the context
 //! drowns the token, and every token visits the same few experts. A shape's embedding is therefore large
 //! against what the layers add to the residual stream, so that the token still decides at the last router.
@@ -12,6 +14,7 @@
 mod hub;
 mod recipe;
 mod shape;
+mod weights;
 mod write;
 
 use std::io;
@@ -21,6 +24,7 @@ use thiserror::Error;
 
 pub use recipe::{Recipe, TensorRule};
 pub use shape::{Shape, ShapeFamily};
+pub use weights::RandomWeights;
 pub use write::write_recipe;
 
 use crate::artifact::Progress;

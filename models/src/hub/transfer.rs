@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
+use horizon_core::observe::process;
 use sha2::{Digest, Sha256};
 
 use super::client::{Client, Metadata};
@@ -163,7 +164,10 @@ impl Transfer<'_> {
         loop {
             match part.file.read(&mut buffer).map_err(at(&part.path))? {
                 0 => break,
-                n => hash.update(&buffer[..n]),
+                n => {
+                    process().hashed_bytes.add(n as u64);
+                    hash.update(&buffer[..n]);
+                }
             }
         }
         let digest: String = hash.finalize().iter().map(|b| format!("{b:02x}")).collect();
