@@ -11,6 +11,7 @@ use source::SourceFile;
 const UNSAFE: &[&str] = &[
     "core/src/cpu/simd/avx2.rs",
     "core/src/cpu/simd/avx512.rs",
+    "core/src/cpu/transport.rs",
     "core/src/qpacked/dispatch.rs",
 ];
 
