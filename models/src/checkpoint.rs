@@ -9,6 +9,7 @@ use horizon_core::artifact::Digest;
 use horizon_core::artifact::header::{self, HeaderEntry, HeaderError};
 use horizon_core::artifact::io::{is_plain_name, read_bounded, read_exact_at};
 use horizon_core::artifact::manifest::{INDEX_FILE, MAX_SMALL_FILE_BYTES};
+use horizon_core::artifact::writer::UNFINISHED_MARKER;
 use horizon_core::dtype::DType;
 use horizon_core::observe::process;
 use serde::Deserialize;
@@ -477,6 +478,10 @@ fn no_weights(dir: &Path) -> CheckpointError {
     let needs = format!("a checkpoint has {SINGLE_FILE}, or {INDEX_FILE} with its shards");
     let problem = if names.is_empty() {
         format!("the directory is empty; {needs}")
+    } else if names.iter().any(|n| n == UNFINISHED_MARKER) {
+        "this is what `horizon pack` has written so far; wait for it, or run it again".to_owned()
+    } else if names.iter().any(|n| n == "snapshots") {
+        "this is the hub's cache of a repository; give one of the directories under snapshots/".to_owned()
     } else if let Some(f) = any(".gguf") {
         format!(
             "only GGUF weights here ({f}), which are not read; use the model's original safetensors checkpoint"

@@ -333,6 +333,27 @@ fn a_model_in_memory_is_the_model_on_disk() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn once_loaded_nothing_refers_to_the_files() {
+    let (dir, hub, dest) = scene(&Tiny::olmoe(), Dtype::BF16, 2);
+    packed(&hub, &dest, &PackOptions::default()).expect("packs");
+    for path in [&hub, &dest] {
+        let source = ModelSource::open(path).expect("sound");
+        let model = source
+            .load(&LoadOptions::default(), &Canonical, &Silent)
+            .expect("loads");
+        let inside = |text: &str| text.contains(dir.path().to_str().expect("UTF-8"));
+        let open = fs::read_dir("/proc/self/fd").expect("readable").flatten();
+        let links = open
+            .filter_map(|e| fs::read_link(e.path()).ok())
+            .map(|l| l.display().to_string());
+        assert_eq!(links.filter(|l| inside(l)).count(), 0);
+        assert!(!inside(&fs::read_to_string("/proc/self/maps").expect("readable")));
+        drop(model);
+    }
+}
+
+#[test]
 fn the_predicted_bytes_are_those_that_are_held() {
     for tiny in [Tiny::olmoe(), Tiny::qwen2()] {
         let (_dir, hub, _) = scene(&tiny, Dtype::BF16, 1);

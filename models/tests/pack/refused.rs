@@ -51,8 +51,10 @@ fn paths_that_are_no_model() {
             "download the whole checkpoint",
         ),
         ("README.md", "no weights"),
+        (".horizon-pack", "so far"),
+        ("snapshots", "hub's cache"),
     ] {
-        let sub = at(&format!("dir{}", name.len()));
+        let sub = at(&format!("directory {part}"));
         fs::create_dir(&sub).expect("create");
         if !name.is_empty() {
             fs::write(sub.join(name), b"x").expect("write");
