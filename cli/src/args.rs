@@ -4,7 +4,9 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use horizon_core::qpacked::BlockSize;
+use horizon_core::qpacked::{BlockSize, Quantizer};
+use horizon_core::synthetic::Shape;
+use horizon_models::pack::{DEFAULT_BLOCK, DEFAULT_QUANTIZER};
 
 /// Run mixture-of-experts language models with INT4 routed experts.
 ///
@@ -21,7 +23,7 @@ pub struct Cli {
 const AFTER_HELP: &str = "\
 Exit codes: 0 success, 1 the work failed, 2 the command line is wrong, 130 interrupted.
 Errors go to stderr. With --json an error is also printed to stdout, as {\"error\": {\"message\": ..., \"causes\": [...]}};
-a mistake in the command line is reported on stderr only.";
+a command line that cannot be parsed is reported on stderr only.";
 
 /// The commands.
 #[derive(Debug, Subcommand)]
@@ -120,12 +122,24 @@ pub struct ExecutionArgs {
 /// How experts are packed.
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub struct PackingArgs {
-    /// How the scales of packed experts are chosen; must agree with an artifact that is already packed
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help = quantizer_help())]
     pub quantizer: Option<QuantizerName>,
-    /// Values that share a scale: 32, 64, 128 or 256; must agree with an artifact that is already packed
-    #[arg(long, value_name = "B")]
+    #[arg(long, value_name = "B", help = block_help())]
     pub block: Option<BlockSize>,
+}
+
+fn quantizer_help() -> String {
+    let default = match DEFAULT_QUANTIZER {
+        Quantizer::Absmax => "absmax",
+        Quantizer::Mse => "mse",
+    };
+    format!("How the scales of packed experts are chosen [default: {default}, or as an artifact was packed]")
+}
+
+fn block_help() -> String {
+    format!(
+        "Values that share a scale: 32, 64, 128 or 256 [default: {DEFAULT_BLOCK}, or as an artifact was packed]"
+    )
 }
 
 /// How tokens are chosen and when to stop. What is not given comes from the model's generation_config.json.
@@ -184,8 +198,6 @@ pub struct RunArgs {
     /// Read the text from a file, byte for byte; - is stdin
     #[arg(short, long, value_name = "FILE", conflicts_with = "prompt")]
     pub file: Option<PathBuf>,
-    #[command(flatten)]
-    pub model: ModelArgs,
     /// Put the text through the model's chat template, as a user's message
     #[arg(long, conflicts_with = "raw")]
     pub chat: bool,
@@ -202,6 +214,8 @@ pub struct RunArgs {
     #[arg(long, value_enum, value_name = "HOW")]
     pub special_tokens: Option<SpecialTokens>,
     #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
     pub generate: GenerateArgs,
     #[command(flatten)]
     pub output: OutputArgs,
@@ -210,11 +224,11 @@ pub struct RunArgs {
 /// `horizon chat`.
 #[derive(Debug, Args)]
 pub struct ChatArgs {
-    #[command(flatten)]
-    pub model: ModelArgs,
     /// System message
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
+    #[command(flatten)]
+    pub model: ModelArgs,
     #[command(flatten)]
     pub generate: GenerateArgs,
     #[command(flatten)]
@@ -248,8 +262,6 @@ pub struct InspectArgs {
     /// Model: an artifact, a checkpoint directory, or org/name [default: the embedded demo model]
     #[arg(value_name = "MODEL", conflicts_with = "model")]
     pub positional: Option<String>,
-    #[command(flatten)]
-    pub model: ModelArgs,
     /// Check the SHA-256 of everything in an artifact
     #[arg(long)]
     pub verify: bool,
@@ -257,14 +269,14 @@ pub struct InspectArgs {
     #[arg(long)]
     pub measure: bool,
     #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
     pub output: OutputArgs,
 }
 
 /// `horizon eval logits`.
 #[derive(Debug, Args)]
 pub struct LogitsArgs {
-    #[command(flatten)]
-    pub model: ModelArgs,
     /// Token ids, separated by commas or spaces
     #[arg(long, value_name = "IDS")]
     pub tokens: String,
@@ -275,6 +287,8 @@ pub struct LogitsArgs {
     #[arg(long)]
     pub taps: bool,
     #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
     pub out: OutputArgs,
 }
 
@@ -283,8 +297,6 @@ pub struct LogitsArgs {
 pub struct PerplexityArgs {
     /// Text, UTF-8
     pub file: PathBuf,
-    #[command(flatten)]
-    pub model: ModelArgs,
     /// Tokens of a window
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub window: usize,
@@ -292,14 +304,14 @@ pub struct PerplexityArgs {
     #[arg(long, value_name = "N")]
     pub bytes: Option<u64>,
     #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
     pub output: OutputArgs,
 }
 
 /// `horizon bench decode`.
 #[derive(Debug, Args)]
 pub struct BenchDecodeArgs {
-    #[command(flatten)]
-    pub model: ModelArgs,
     /// Tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(2..))]
     pub tokens: u32,
@@ -316,14 +328,15 @@ pub struct BenchDecodeArgs {
     #[arg(long, value_name = "N")]
     pub routing_load: Option<usize>,
     #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
     pub output: OutputArgs,
 }
 
 /// `horizon bench make-checkpoint`.
 #[derive(Debug, Args)]
 pub struct MakeCheckpointArgs {
-    /// Which model's shapes
-    #[arg(long, value_name = "SHAPE")]
+    #[arg(long, value_name = "SHAPE", help = format!("Which model's shapes: {}", Shape::NAMES.join(", ")))]
     pub shape: String,
     /// Directory to write; it must not exist
     #[arg(short, long, value_name = "DIR")]

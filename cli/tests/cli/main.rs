@@ -3,8 +3,15 @@
 mod answers;
 mod chat;
 mod failures;
+mod hub;
 mod interrupted;
 mod measures;
+#[path = "../../../models/tests/mock_hub/mod.rs"]
+#[expect(
+    dead_code,
+    reason = "made for the tests of the hub itself, which use all of it"
+)]
+mod mock_hub;
 mod models;
 
 use std::fs;
@@ -52,6 +59,14 @@ impl Done {
         for part in parts {
             assert!(self.stderr.contains(part), "{part:?} is not in: {}", self.stderr);
         }
+    }
+
+    /// The failure of a command with `--json`: its object on stdout names `part`.
+    #[track_caller]
+    fn code_and_error(self, code: i32, part: &str) {
+        assert_eq!(self.code, code, "stderr: {}", self.stderr);
+        let message = self.json()["error"]["message"].to_string();
+        assert!(message.contains(part), "{part:?} is not in: {message}");
     }
 
     /// Stdout as the one line of JSON that it must be.
