@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use horizon_core::artifact::writer::UNFINISHED_MARKER;
 use horizon_core::artifact::{Progress, Silent};
 use horizon_core::roles::{dense_tensors, expert_tensors};
 use horizon_core::synthetic::{
@@ -182,8 +183,22 @@ fn impossible_requests_are_refused_and_leave_nothing() {
             other => panic!("{field}: {other:?}"),
         }
     }
+    // What a killed run leaves is removed by the next one, and nothing else is.
+    let partial = out.path().join("m.partial");
+    std::fs::create_dir(&partial).expect("a directory");
+    std::fs::write(partial.join("model.safetensors"), "half").expect("written");
     let spec = SyntheticSpec::new(small("olmoe"), 1);
+    let foreign = write_checkpoint(&out.path().join("m"), &spec, &Silent);
+    assert!(matches!(foreign, Err(SyntheticError::Write(_))), "{foreign:?}");
+    std::fs::write(partial.join(UNFINISHED_MARKER), "").expect("written");
+    write_checkpoint(&out.path().join("m"), &spec, &Silent).expect("written");
+    assert_eq!(std::fs::read_dir(out.path()).expect("a directory").count(), 1);
+    std::fs::remove_dir_all(out.path().join("m")).expect("removed");
+
     let missing = write_checkpoint(&out.path().join("no/such/parent"), &spec, &Silent);
-    assert!(matches!(missing, Err(SyntheticError::Io { .. })), "{missing:?}");
+    assert!(
+        matches!(missing, Err(SyntheticError::Write { .. })),
+        "{missing:?}"
+    );
     assert_eq!(std::fs::read_dir(out.path()).expect("a directory").count(), 0);
 }

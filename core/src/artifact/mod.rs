@@ -20,7 +20,7 @@ pub mod header;
 pub mod io;
 mod json;
 pub mod manifest;
-mod place;
+pub(crate) mod place;
 pub mod reader;
 mod verify;
 pub mod writer;

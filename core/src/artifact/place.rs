@@ -13,7 +13,7 @@ use super::writer::{UNFINISHED_MARKER, WriteError};
 /// lock; the next run empties and reuses it. With `force` the directory that `DEST` was before is renamed to
 /// `DEST.replaced` for the moment between two renames; if a run dies exactly there, the next one puts it back.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(crate) struct Place {
     dest: PathBuf,
     partial: PathBuf,
     replaced: PathBuf,
@@ -24,7 +24,7 @@ pub(super) struct Place {
 
 impl Place {
     /// Reserves the place. Notes say what an earlier run had left.
-    pub(super) fn claim(dest: &Path, force: bool, notes: &mut Vec<String>) -> Result<Self, WriteError> {
+    pub(crate) fn claim(dest: &Path, force: bool, notes: &mut Vec<String>) -> Result<Self, WriteError> {
         let Some(name) = dest.file_name().map(|n| n.to_string_lossy().into_owned()) else {
             return Err(WriteError::NoName(dest.to_owned()));
         };
@@ -58,7 +58,7 @@ impl Place {
     }
 
     /// Path of a file in the directory that is being built.
-    pub(super) fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.partial.join(name)
     }
 
@@ -102,7 +102,7 @@ impl Place {
     }
 
     /// Makes the directory durable and gives it its name.
-    pub(super) fn publish(mut self, notes: &mut Vec<String>) -> Result<PathBuf, WriteError> {
+    pub(crate) fn publish(mut self, notes: &mut Vec<String>) -> Result<PathBuf, WriteError> {
         let occupied = self.check_destination()?;
         fs::remove_file(self.path(UNFINISHED_MARKER)).map_err(WriteError::io(&self.partial))?;
         io::sync_directory(&self.partial).map_err(WriteError::io(&self.partial))?;

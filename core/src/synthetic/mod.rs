@@ -17,7 +17,6 @@ mod shape;
 mod weights;
 mod write;
 
-use std::io;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
@@ -28,6 +27,8 @@ pub use weights::RandomWeights;
 pub use write::write_recipe;
 
 use crate::artifact::Progress;
+use crate::artifact::place::Place;
+use crate::artifact::writer::WriteError;
 use crate::spec::SpecError;
 
 /// What [`write_checkpoint`] writes.
@@ -105,21 +106,16 @@ pub enum SyntheticError {
         /// The directory.
         path: PathBuf,
     },
-    /// A file could not be written.
-    #[error("cannot write {path}: {source}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    /// A file could not be written, or there is no place for the directory.
+    #[error(transparent)]
+    Write(#[from] WriteError),
 }
 
 /// Writes a synthetic checkpoint as the new directory `dir`: `config.json`, safetensors files in BF16 with
 /// their index, a byte-level tokenizer with its configuration, and `generation_config.json`.
 ///
-/// Everything is written to a temporary directory beside `dir` that is renamed at the end, so `dir` is there
-/// either complete or not at all.
+/// Everything is written to `DIR.partial`, which is renamed at the end, so `dir` is there either complete or not
+/// at all. What a run that was killed left behind is removed by the next one.
 ///
 /// # Errors
 /// [`SyntheticError`]: a shape that cannot be, a directory that exists, or a file that cannot be written.
@@ -132,37 +128,15 @@ pub fn write_checkpoint(
     if dir.exists() {
         return Err(SyntheticError::Exists { path: dir.to_owned() });
     }
-    let io = |path: &Path| {
-        let path = path.to_owned();
-        |source| SyntheticError::Io { path, source }
-    };
-    let parent = dir
-        .parent()
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    let partial = tempfile::Builder::new()
-        .prefix(".synthetic-")
-        .tempdir_in(parent)
-        .map_err(io(dir))?;
+    let mut notes = Vec::new();
+    let place = Place::claim(dir, false, &mut notes)?;
     for (name, text) in hub::files(&spec.shape, &spec.title()) {
-        let path = partial.path().join(name);
-        std::fs::write(&path, text).map_err(io(&path))?;
+        let path = place.path(name);
+        std::fs::write(&path, text).map_err(|e| WriteError::io(&path)(e))?;
     }
     let recipe = shape::recipe(&spec.shape, &model, spec.seed, spec.shard_bytes);
-    let summary = write_recipe(partial.path(), &recipe, progress)?;
-    open_to_others(partial.path()).map_err(io(dir))?;
-    std::fs::rename(partial.path(), dir).map_err(io(dir))?;
+    let summary = write_recipe(&place.path(""), &recipe, progress)?;
+    place.publish(&mut notes)?;
+    notes.iter().for_each(|note| progress.note(note));
     Ok(summary)
-}
-
-/// A temporary directory is private to its owner; a checkpoint is an ordinary directory.
-fn open_to_others(dir: &Path) -> io::Result<()> {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt as _;
-        std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o755))?;
-    }
-    #[cfg(not(unix))]
-    let _ = dir;
-    Ok(())
 }

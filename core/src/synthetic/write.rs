@@ -12,6 +12,7 @@ use serde_json::{Map, Value, json};
 use super::recipe::{Recipe, TensorRule};
 use super::{Summary, SyntheticError};
 use crate::artifact::Progress;
+use crate::artifact::writer::WriteError;
 
 /// Bytes that one thread makes and writes at a time.
 const CHUNK: usize = 4 << 20;
@@ -23,7 +24,7 @@ const CHUNK: usize = 4 << 20;
 /// of 8 bytes. The same recipe gives the same bytes for any number of threads.
 ///
 /// # Errors
-/// [`SyntheticError::Io`] with the file.
+/// [`SyntheticError::Write`] with the file.
 pub fn write_recipe(dir: &Path, recipe: &Recipe, progress: &dyn Progress) -> Result<Summary, SyntheticError> {
     let mut files: BTreeMap<&str, Vec<&TensorRule>> = BTreeMap::new();
     for rule in &recipe.tensors {
@@ -35,14 +36,13 @@ pub fn write_recipe(dir: &Path, recipe: &Recipe, progress: &dyn Progress) -> Res
     for (file, rules) in &mut files {
         rules.sort_by(|a, b| a.name.cmp(&b.name));
         let path = dir.join(file);
-        written += write_file(&path, recipe.seed, rules, progress)
-            .map_err(|source| SyntheticError::Io { path, source })?;
+        written += write_file(&path, recipe.seed, rules, progress).map_err(|e| WriteError::io(&path)(e))?;
     }
     if files.len() > 1 {
         let path = dir.join("model.safetensors.index.json");
         let text = index(recipe, data);
         written += text.len() as u64;
-        std::fs::write(&path, text).map_err(|source| SyntheticError::Io { path, source })?;
+        std::fs::write(&path, text).map_err(|e| WriteError::io(&path)(e))?;
     }
     Ok(Summary {
         tensors: recipe.tensors.len(),
