@@ -413,17 +413,23 @@ pub fn pool(threads: usize) -> Result<rayon::ThreadPool, EngineError> {
         .map_err(|source| EngineError::Threads { threads, source })
 }
 
+/// Positions of the KV cache that `options` ask for.
+///
+/// # Errors
+/// [`EngineError::ContextTooLong`].
+pub fn context(spec: &ModelSpec, options: &EngineOptions) -> Result<usize, EngineError> {
+    match options.context {
+        Some(asked) if asked > spec.context => Err(EngineError::ContextTooLong {
+            asked,
+            most: spec.context,
+        }),
+        Some(asked) => Ok(asked),
+        None => Ok(spec.context.min(DEFAULT_CONTEXT)),
+    }
+}
+
 fn regime(spec: &ModelSpec, options: &EngineOptions) -> Result<Regime, EngineError> {
-    let context = match options.context {
-        Some(asked) if asked > spec.context => {
-            return Err(EngineError::ContextTooLong {
-                asked,
-                most: spec.context,
-            });
-        }
-        Some(asked) => asked,
-        None => spec.context.min(DEFAULT_CONTEXT),
-    };
+    let context = context(spec, options)?;
     Ok(Regime {
         activations: options.activations,
         context,

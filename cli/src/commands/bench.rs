@@ -12,7 +12,7 @@ use horizon_core::synthetic::{Shape, SyntheticSpec, write_checkpoint};
 use horizon_models::source::{ModelSource, SourceKind};
 use horizon_runtime::bandwidth::{self, Bandwidth};
 use horizon_runtime::disk::{Destination, ReadRate, drop_from_cache, read_rate};
-use horizon_runtime::engine::{self, Engine, EngineOptions, HostMemory, OpenTimings, Settings};
+use horizon_runtime::engine::{self, Engine, EngineOptions, HostMemory, OpenTimings, Settings, context};
 use horizon_runtime::footprint::BytesPerToken;
 use horizon_runtime::process::AnonymousPeak;
 use horizon_runtime::routing_load::{RoutingLoad, random_tokens};
@@ -78,10 +78,7 @@ struct ReadComparison {
 /// Measures decode speed.
 pub fn decode(args: BenchDecodeArgs, process_started: Instant) -> Result<(), CliError> {
     let out = Output::new(args.output);
-    let mut options = engine_options(&args.model.execution)?;
-    options
-        .context
-        .get_or_insert((args.prompt_tokens + args.tokens) as usize);
+    let options = engine_options(&args.model.execution)?;
     let place = ModelPlace::of(args.model.model.as_deref());
     let mut m = measure(&args, &options, &place, process_started, &out.progress())?;
     // Only now: the buffer of this measurement is no part of the model's memory.
@@ -140,6 +137,15 @@ fn measure(
         started = Instant::now();
     }
     let source = model::open(place, bar)?;
+    let (asked, context) = (
+        (args.prompt_tokens + args.tokens) as usize,
+        context(source.spec(), options)?,
+    );
+    if asked > context {
+        return Err(CliError::failed(format!(
+            "--prompt-tokens and --tokens: {asked} tokens do not fit the context of {context}"
+        )));
+    }
     let files = weight_files(&source);
     let open_files_s = started.elapsed().as_secs_f64();
     let engine = Engine::open(&source, options, bar)?;

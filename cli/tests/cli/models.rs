@@ -136,8 +136,8 @@ fn inspect_tells_what_a_model_is_and_needs() {
 
 #[test]
 fn a_prediction_is_what_an_engine_reports() {
-    let v = horizon(&["inspect", "--ctx", "80", "--json"]).ok().json();
-    let b = horizon(&["bench", "decode", "--tokens", "2", "--ctx", "80", "--json"])
+    let v = horizon(&["inspect", "--json"]).ok().json();
+    let b = horizon(&["bench", "decode", "--tokens", "2", "--json"])
         .ok()
         .json();
     assert_eq!(v["host_memory"]["total"], b["predicted"]["total"]);
