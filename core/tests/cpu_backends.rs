@@ -11,7 +11,7 @@ use horizon_core::cpu::simd::Isa;
 use horizon_core::cpu::{FastCpu, ReferenceCpu};
 use horizon_core::dense::DenseStore;
 use horizon_core::ids::LayerId;
-use horizon_core::image::ExpertImage;
+use horizon_core::image::{ExpertImage, NoExperts};
 use horizon_core::provider::{ExpertProvider, FullyResident};
 use horizon_core::qpacked::BlockSize;
 use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
@@ -116,6 +116,16 @@ fn open(
     activations: Activations,
     isa: Option<(Isa, usize)>,
 ) -> Opened {
+    open_with(spec, encoding, activations, isa, false)
+}
+
+fn open_with(
+    spec: &ModelSpec,
+    encoding: ExpertEncoding,
+    activations: Activations,
+    isa: Option<(Isa, usize)>,
+    integers: bool,
+) -> Opened {
     spec.validate().expect("a sound case");
     let random = RandomWeights(42);
     let layout = RecordLayout::new(spec, encoding).expect("every case has experts");
@@ -127,9 +137,10 @@ fn open(
     let image = Arc::new(ExpertImage::load(spec, &layout, tiling, &random).expect("loads"));
     let backend: Box<dyn Backend> = match isa {
         None => Box::new(ReferenceCpu::new(image.clone(), encoding)),
-        Some((isa, threads)) => Box::new(
-            FastCpu::with_isa(isa, NonZeroUsize::new(threads), image.clone(), encoding).expect("threads"),
-        ),
+        Some((isa, threads)) => {
+            let fast = FastCpu::with_isa(isa, NonZeroUsize::new(threads), image.clone(), encoding);
+            Box::new(fast.expect("threads").with_integers(integers))
+        }
     };
     let regime = Regime {
         activations,
@@ -256,6 +267,68 @@ fn a_row_has_the_same_bits_in_any_step() {
             bits(&out.logits[3 * spec.vocab..]),
             bits(&want.logits),
             "{name}: two sequences"
+        );
+    }
+}
+
+/// The integer executor: the same bits on every instruction set, thread count and cut; as close to FP32 as FP16 is.
+#[test]
+fn integer_activations_are_invariant_and_close() {
+    for block in [BlockSize::B32, BlockSize::B256] {
+        let encoding = ExpertEncoding::Qpacked { block };
+        for (name, spec) in cases() {
+            let mut exact = open(&spec, encoding, Activations::F32, None);
+            let exact = step(&mut exact, &TOKENS, 0, 0);
+            let mut first: Option<Vec<f32>> = None;
+            for isa in Isa::available() {
+                for (threads, cut) in [(1, 13), (3, 13), (2, 4)] {
+                    let mut o = open_with(&spec, encoding, Activations::F16, Some((isa, threads)), true);
+                    let mut logits = step(&mut o, &TOKENS[..cut], 0, 0).logits;
+                    if cut < TOKENS.len() {
+                        logits.extend(step(&mut o, &TOKENS[cut..], cut, 0).logits);
+                    }
+                    let want = first.get_or_insert_with(|| logits.clone());
+                    assert_eq!(
+                        bits(&logits),
+                        bits(want),
+                        "{name}, {block}, {isa:?}, {threads}, {cut}"
+                    );
+                }
+            }
+            let got = first.expect("an instruction set");
+            let norm =
+                |x: &mut dyn Iterator<Item = f32>| x.map(|v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();
+            let difference = norm(&mut exact.logits.iter().zip(&got).map(|(x, y)| x - y));
+            let relative = difference / norm(&mut exact.logits.iter().copied());
+            assert!(relative > 0.0 && relative < 1e-2, "{name}: {relative}");
+        }
+    }
+}
+
+#[test]
+fn integers_need_packed_experts_and_narrow_activations() {
+    let (_, spec) = cases().remove(0);
+    let packed = ExpertEncoding::Qpacked {
+        block: BlockSize::B32,
+    };
+    for (encoding, activations, works) in [
+        (packed, Activations::F16, true),
+        (packed, Activations::F32, false),
+        (ExpertEncoding::F16, Activations::F16, false),
+    ] {
+        let backend = FastCpu::new(None, Arc::new(NoExperts), encoding)
+            .expect("threads")
+            .with_integers(true);
+        let regime = Regime {
+            activations,
+            context: 8,
+            sequences: 1,
+            max_rows: 8,
+        };
+        assert_eq!(
+            backend.plan(&spec, &regime).is_ok(),
+            works,
+            "{encoding:?} {activations:?}"
         );
     }
 }

@@ -73,6 +73,59 @@ pub fn dot_qpacked(codes: &[u8], scales: &[f16], block: BlockSize, x: &[f32]) ->
     fold(lanes)
 }
 
+/// Rounds a row to 16-bit integers with one FP32 scale a group of 128: `x ≈ scale · v`, `scale = max|x| / 32767`,
+/// `v` rounded to nearest, ties to even. A group with a NaN or an infinity gets the scale NaN.
+///
+/// # Panics
+/// When `values` is not as long as `x`, or `scales` does not have one element a group.
+pub fn to_integers(x: &[f32], values: &mut [i16], scales: &mut [f32]) {
+    assert!(
+        x.len() == values.len() && scales.len() == x.len().div_ceil(CODE_GROUP),
+        "lengths of an integer row"
+    );
+    let groups = x.chunks(CODE_GROUP).zip(values.chunks_mut(CODE_GROUP));
+    for ((x, values), scale) in groups.zip(scales) {
+        let max = x.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+        let finite = x.iter().all(|v| v.is_finite());
+        *scale = if finite { max / 32767.0 } else { f32::NAN };
+        let inverse = if *scale > 0.0 { 1.0 / *scale } else { 0.0 };
+        for (v, x) in values.iter_mut().zip(x) {
+            #[expect(
+                clippy::cast_possible_truncation,
+                reason = "clamped to the range of i16; NaN becomes 0"
+            )]
+            let rounded = (x * inverse).round_ties_even().clamp(-32767.0, 32767.0) as i16;
+            *v = rounded;
+        }
+    }
+}
+
+/// `Σ w·x` of one packed row and one row of [`to_integers`]: the eight neighbours of a word are summed as integers,
+/// exactly, then one fused multiply-add by `f32(d) · scale` (rounded once) adds them to the word's lane.
+///
+/// # Panics
+/// When `codes` or `scales` are shorter than `x` asks for.
+#[must_use]
+pub fn dot_qpacked_integers(
+    codes: &[u8],
+    scales: &[f16],
+    block: BlockSize,
+    x: &[i16],
+    x_scales: &[f32],
+) -> f32 {
+    let mut lanes = [0.0; LANES];
+    for (word, x) in x.chunks(8).enumerate() {
+        let code = |i: usize| i32::from((codes[i / 2] >> (4 * (i % 2))) & 15) - 8;
+        let sum: i32 = (8 * word..).zip(x).map(|(i, x)| code(i) * i32::from(*x)).sum();
+        let factor = scales[8 * word / block.get()].to_f32() * x_scales[8 * word / CODE_GROUP];
+        let lane = &mut lanes[word % LANES];
+        #[expect(clippy::cast_precision_loss, reason = "below 2^24: exact")]
+        let sum = sum as f32;
+        *lane = factor.mul_add(sum, *lane);
+    }
+    fold(lanes)
+}
+
 /// Rounds each value to FP16 (nearest, ties to even) and back: what a matrix product of FP16 activations reads.
 pub fn narrow(x: &mut [f32]) {
     for v in x {
@@ -245,6 +298,26 @@ mod tests {
             .map(|i| -0.25 * (f32::from(i) - 8.0) * f32::from(i))
             .sum();
         assert_eq!(dot_qpacked(&codes, &[d], BlockSize::B32, &x), want);
+    }
+
+    #[test]
+    fn an_integer_row_is_close_and_a_nan_spreads() {
+        let x: Vec<f32> = (0..200u8).map(|i| (f32::from(i) - 90.0) * 0.37).collect();
+        let (mut v, mut s) = (vec![0i16; 200], vec![0.0; 2]);
+        to_integers(&x, &mut v, &mut s);
+        for (i, (x, v)) in x.iter().zip(&v).enumerate() {
+            assert!((x - f32::from(*v) * s[i / 128]).abs() <= s[i / 128] * 0.500_1);
+        }
+        assert_eq!(v[0], -32767, "the largest of a group keeps its place");
+        to_integers(&[0.0; 8], &mut v[..8], &mut s[..1]);
+        assert_eq!((&v[..8], s[0]), (&[0i16; 8][..], 0.0));
+        to_integers(
+            &[1.0, f32::INFINITY, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0],
+            &mut v[..8],
+            &mut s[..1],
+        );
+        let codes = [0x79; 4];
+        assert!(dot_qpacked_integers(&codes, &[f16::ONE], BlockSize::B32, &v[..8], &s[..1]).is_nan());
     }
 
     #[test]

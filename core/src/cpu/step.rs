@@ -194,7 +194,7 @@ pub fn group_by_expert(experts: usize, routing: &[Routing]) -> Vec<ExpertRows> {
         .collect()
 }
 
-/// Times that a group is asked for again after a transfer failed.
+/// Times in a row that a wave is asked for while its transfers fail.
 const ATTEMPTS: usize = 3;
 
 /// Acquires the experts of `groups` wave by wave and hands each wave with its slot addresses to `run`. Everything
@@ -221,7 +221,10 @@ pub fn for_each_wave(
             experts: &wave,
         };
         let lease = match provider.acquire(hold, &group, Completion::DONE) {
-            Ok(lease) => lease,
+            Ok(lease) => {
+                failures = 0;
+                lease
+            }
             // Nothing was published: the same wave again.
             Err(AcquireError::Failed { .. }) if failures + 1 < ATTEMPTS => {
                 failures += 1;

@@ -149,9 +149,11 @@ fn tile_matrix(from: &MatrixLayout, to: &TiledMatrix, canonical: &[u8], tiled: &
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::numerics::dot_qpacked;
+    use crate::cpu::numerics::{dot_qpacked, dot_qpacked_integers, to_integers};
     use crate::cpu::simd::Isa;
-    use crate::cpu::simd::kernels::{QpackedGemm, permute, permuted_len};
+    use crate::cpu::simd::kernels::{
+        QpackedGemm, QpackedIntegerGemm, arrange_integers, integer_len, permute, permuted_len,
+    };
     use crate::qpacked::BlockSize;
 
     /// A record of pseudo-random bytes whose scales are finite, a value that stands out in the padding.
@@ -208,12 +210,23 @@ mod tests {
             for (x, out) in x.iter().zip(permuted.chunks_exact_mut(permuted_len(m.cols))) {
                 permute(x, out);
             }
+            let len = integer_len(m.cols);
+            let mut integers = vec![f32::NAN; inputs * len];
+            for (x, out) in x.iter().zip(integers.chunks_exact_mut(len)) {
+                arrange_integers(x, out);
+            }
             for isa in Isa::available() {
                 let mut out = vec![f32::NAN; m.rows * inputs];
                 isa.run(QpackedGemm {
                     weights: rows,
                     inputs: &permuted,
                     out: &mut out,
+                });
+                let mut integer_out = vec![f32::NAN; m.rows * inputs];
+                isa.run(QpackedIntegerGemm {
+                    weights: rows,
+                    inputs: &integers,
+                    out: &mut integer_out,
                 });
                 for r in 0..m.rows {
                     let codes = &canonical[m.values.clone()][r * m.cols.div_ceil(2)..][..m.cols.div_ceil(2)];
@@ -226,6 +239,16 @@ mod tests {
                             got.to_bits(),
                             want.to_bits(),
                             "{isa:?} B={block} {matrix:?} row {r} input {t}"
+                        );
+                        let (mut v, mut vs) = (vec![0; m.cols], vec![0.0; m.cols.div_ceil(CODE_GROUP)]);
+                        to_integers(&x[t], &mut v, &mut vs);
+                        let scales = &scales[r * per_row..][..per_row];
+                        let want = dot_qpacked_integers(codes, scales, block, &v, &vs);
+                        let got = integer_out[r * inputs + t];
+                        assert_eq!(
+                            got.to_bits(),
+                            want.to_bits(),
+                            "integers: {isa:?} B={block} {matrix:?} row {r} input {t}"
                         );
                     }
                 }

@@ -3,13 +3,13 @@
 
 use rayon::prelude::*;
 
-use super::Context;
 use super::rows::{each_row, narrow_row, norm_rows};
 use super::tasks::{Tasks, transpose};
 use super::workspace::Workspace;
+use super::{Context, ExpertForm};
 use crate::backend::{StepError, StepReport};
 use crate::cpu::numerics::{Routing, route, sigmoid, silu};
-use crate::cpu::simd::kernels::{AddScaled, padded, permute, permuted_len};
+use crate::cpu::simd::kernels::{AddScaled, arrange_integers, integer_len, padded, permute, permuted_len};
 use crate::cpu::step::{ExpertRows, for_each_wave, group_by_expert, routing_taps};
 use crate::cpu::tiling::TiledLayout;
 use crate::ids::LayerId;
@@ -199,18 +199,25 @@ impl Step<'_> {
         tasks.run(c.isa);
     }
 
-    /// Length of a row that experts read: permuted for packed codes, padded for the control arm.
+    /// Floats of a row that experts read.
     fn expert_stride(&self, cols: usize) -> usize {
-        if self.c.packed {
-            permuted_len(cols)
-        } else {
-            padded(cols)
+        match self.c.form {
+            ExpertForm::F16 => padded(cols),
+            ExpertForm::Packed => permuted_len(cols),
+            ExpertForm::PackedIntegers => integer_len(cols),
         }
     }
 
-    /// A narrowed row as experts read it.
-    fn arrange(&self, row: &[f32], out: &mut [f32]) {
-        if self.c.packed {
+    /// An FP32 row as experts read it, narrowed to FP16 or to integers on the way.
+    fn arrange(&self, row: &mut [f32], out: &mut [f32]) {
+        if self.c.form == ExpertForm::PackedIntegers {
+            arrange_integers(row, out);
+            return;
+        }
+        if self.c.narrows() {
+            narrow_row(row);
+        }
+        if self.c.form == ExpertForm::Packed {
             permute(row, out);
         } else {
             out[..row.len()].copy_from_slice(row);
@@ -224,10 +231,13 @@ impl Step<'_> {
             return;
         }
         let (n, hidden) = (self.rows, self.c.spec.hidden);
-        let padded = padded(hidden);
         let rows = &mut ws.expert_rows[..n * stride];
-        each_row(&ws.inputs[..n * padded], padded, rows, stride, |x, out| {
-            self.arrange(&x[..hidden], out);
+        let normed = ws.normed.par_chunks_exact(padded(hidden));
+        let arranged = rows.par_chunks_exact_mut(stride).zip(normed).with_min_len(4);
+        arranged.for_each_init(Vec::new, |row, (out, x)| {
+            row.clear();
+            row.extend_from_slice(&x[..hidden]);
+            self.arrange(row, out);
         });
         if n == 1 {
             return;
@@ -258,7 +268,8 @@ impl Step<'_> {
             // A single row is the input of every expert.
             slices.x = if single { slices.x } else { rest };
             let out = slices.take_out(uses * rows);
-            tasks.expert(self.tiled().view(matrix, record), rows, cols, x, out);
+            let integers = self.c.form == ExpertForm::PackedIntegers;
+            tasks.expert(integers, self.tiled().view(matrix, record), rows, cols, x, out);
         }
     }
 
@@ -288,9 +299,6 @@ impl Step<'_> {
             };
             row.clear();
             row.extend(column(gate).into_iter().zip(column(up)).map(|(g, u)| silu(g) * u));
-            if narrows {
-                narrow_row(row);
-            }
         };
         let places = places_of(&routed.groups);
         if !places.is_empty() {

@@ -44,6 +44,7 @@ pub struct FastCpu {
     encoding: ExpertEncoding,
     isa: Isa,
     pool: Arc<ThreadPool>,
+    integers: bool,
 }
 
 impl FastCpu {
@@ -82,7 +83,24 @@ impl FastCpu {
             encoding,
             isa,
             pool: Arc::new(pool),
+            integers: false,
         })
+    }
+
+    /// Multiplies packed experts with rows of 16-bit integers (executor `cpu-grouped-i16`): faster where the CPU, not
+    /// memory, is the limit. Only with packed experts and [`Activations::F16`].
+    #[must_use]
+    pub fn with_integers(mut self, integers: bool) -> Self {
+        self.integers = integers;
+        self
+    }
+
+    fn form(&self) -> ExpertForm {
+        match (self.encoding, self.integers) {
+            (ExpertEncoding::F16, _) => ExpertForm::F16,
+            (ExpertEncoding::Qpacked { .. }, false) => ExpertForm::Packed,
+            (ExpertEncoding::Qpacked { .. }, true) => ExpertForm::PackedIntegers,
+        }
     }
 
     /// The arrangement that records must be loaded in.
@@ -110,6 +128,15 @@ impl Backend for FastCpu {
     }
 
     fn plan(&self, spec: &ModelSpec, regime: &Regime) -> Result<Plan, BackendError> {
+        if self.integers && (self.form() == ExpertForm::F16 || regime.activations == Activations::F32) {
+            return Err(BackendError::Unsupported {
+                backend: NAME,
+                reason:
+                    "executor cpu-grouped-i16 multiplies packed experts with 16-bit activations: it needs \
+                         --experts qpacked and --activations f16"
+                        .into(),
+            });
+        }
         Ok(Plan {
             ledger: vec![
                 ("KV cache", KvCache::bytes(spec, regime) as u64),
@@ -142,13 +169,24 @@ impl Backend for FastCpu {
                 rotary: RotaryTable::new(regime.context, spec.attention.head_dim, spec.attention.rope_theta),
                 spec: spec.clone(),
                 tiled: record.as_ref().map(TiledLayout::new),
-                packed: matches!(self.encoding, ExpertEncoding::Qpacked { .. }),
+                form: self.form(),
                 slots: self.slots.clone(),
                 isa: self.isa,
                 regime,
             },
         }))
     }
+}
+
+/// How routed experts are multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ExpertForm {
+    /// FP16 weights: the control arm.
+    F16,
+    /// Packed weights, FP32 fused multiply-adds.
+    Packed,
+    /// Packed weights, rows rounded to 16-bit integers, exact integer sums of a word.
+    PackedIntegers,
 }
 
 /// What a step reads and never writes.
@@ -159,8 +197,7 @@ struct Context {
     weights: Weights,
     slots: Arc<dyn SlotMemory>,
     tiled: Option<TiledLayout>,
-    /// Experts are packed (not the control arm).
-    packed: bool,
+    form: ExpertForm,
     rotary: RotaryTable,
 }
 
@@ -181,7 +218,10 @@ struct FastModel {
 
 impl CompiledModel for FastModel {
     fn executor(&self) -> ExecutorId {
-        ExecutorId("cpu-grouped")
+        match self.context.form {
+            ExpertForm::PackedIntegers => ExecutorId("cpu-grouped-i16"),
+            ExpertForm::F16 | ExpertForm::Packed => ExecutorId("cpu-grouped"),
+        }
     }
 
     fn enqueue(&mut self, batch: &StepBatch, experts: &Arc<dyn ExpertProvider>) -> Result<Ticket, StepError> {

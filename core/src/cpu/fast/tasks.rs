@@ -4,7 +4,7 @@ use half::f16;
 use rayon::prelude::*;
 
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::kernels::{Gemm, QpackedGemm, QpackedRows};
+use crate::cpu::simd::kernels::{Gemm, QpackedGemm, QpackedIntegerGemm, QpackedRows};
 use crate::cpu::tiling::TiledRows;
 
 /// Multiply-adds below which a product is not cut further: about the cost of handing a task to another thread.
@@ -19,8 +19,13 @@ pub struct Task<'a> {
 }
 
 enum Rows<'a> {
-    F16 { values: &'a [f16], cols: usize },
+    F16 {
+        values: &'a [f16],
+        cols: usize,
+    },
     Qpacked(QpackedRows<'a>),
+    /// Packed rows against rows of integers.
+    Integers(QpackedRows<'a>),
 }
 
 /// The tasks of one phase.
@@ -41,9 +46,12 @@ impl<'a> Tasks<'a> {
         }
     }
 
-    /// The same for a matrix of an expert; `inputs` is permuted if the matrix is packed, else padded.
+    /// The same for a matrix of an expert; `inputs` is padded in the control arm, else permuted, or arranged as
+    /// integers if `integers` says so.
+    #[expect(clippy::too_many_arguments, reason = "a product and its form")]
     pub fn expert(
         &mut self,
+        integers: bool,
         weights: TiledRows<'a>,
         rows: usize,
         cols: usize,
@@ -58,7 +66,11 @@ impl<'a> Tasks<'a> {
                 for (i, out) in out.chunks_mut(step * n).enumerate() {
                     let rows = packed.rows(i * step..i * step + out.len() / n);
                     self.0.push(Task {
-                        weights: Rows::Qpacked(rows),
+                        weights: if integers {
+                            Rows::Integers(rows)
+                        } else {
+                            Rows::Qpacked(rows)
+                        },
                         inputs,
                         out,
                     });
@@ -87,6 +99,7 @@ impl Task<'_> {
                 inputs,
                 out,
             }),
+            Rows::Integers(weights) => isa.run(QpackedIntegerGemm { weights, inputs, out }),
             Rows::Qpacked(weights) => isa.run(QpackedGemm { weights, inputs, out }),
         }
     }

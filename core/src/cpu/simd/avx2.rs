@@ -5,9 +5,11 @@
 )]
 
 use std::arch::x86_64::{
-    __m256, __m256i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm256_and_si256, _mm256_cvtepi32_ps,
-    _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_set1_epi32,
-    _mm256_set1_ps, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_sub_epi32,
+    __m256, __m256i, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm_loadu_si128,
+    _mm_prefetch, _mm256_add_epi32, _mm256_and_si256, _mm256_cvtepi32_ps, _mm256_cvtph_ps, _mm256_fmadd_ps,
+    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_mul_ps, _mm256_set1_epi16,
+    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_srli_epi16, _mm256_srli_epi32,
+    _mm256_storeu_ps, _mm256_sub_epi16, _mm256_sub_epi32,
 };
 
 use half::f16;
@@ -45,6 +47,8 @@ impl Simd for Avx2 {
     type V = [__m256; 2];
     type Codes = [__m256i; 2];
     type Scale = __m256;
+    type Sums = [__m256i; 2];
+    type Pairs = [__m256i; 2];
 
     const MANY_REGISTERS: bool = false;
 
@@ -156,6 +160,53 @@ impl Simd for Avx2 {
             }
         }
         out
+    }
+
+    #[inline(always)]
+    fn no_sums(self) -> Self::Sums {
+        // SAFETY: `self` proves AVX2.
+        unsafe { [_mm256_setzero_si256(); 2] }
+    }
+
+    #[inline(always)]
+    fn load_pairs(self, x: &[i16; 2 * LANES]) -> Self::Pairs {
+        let halves = x.as_chunks::<LANES>().0;
+        // SAFETY: `self` proves AVX2; each reference covers the 32 bytes read, unaligned.
+        unsafe {
+            [
+                _mm256_loadu_si256(halves[0].as_ptr().cast()),
+                _mm256_loadu_si256(halves[1].as_ptr().cast()),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn add_products(self, codes: &mut Self::Codes, x: Self::Pairs, mut sums: Self::Sums) -> Self::Sums {
+        for ((c, x), sum) in codes.iter_mut().zip(x).zip(&mut sums) {
+            // SAFETY: `self` proves AVX2.
+            unsafe {
+                let q = _mm256_sub_epi16(_mm256_and_si256(*c, _mm256_set1_epi16(15)), _mm256_set1_epi16(8));
+                *c = _mm256_srli_epi16::<4>(*c);
+                *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(q, x));
+            }
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn widen_sums(self, sums: Self::Sums) -> Self::V {
+        // SAFETY: `self` proves AVX2.
+        unsafe { [_mm256_cvtepi32_ps(sums[0]), _mm256_cvtepi32_ps(sums[1])] }
+    }
+
+    #[inline(always)]
+    fn splat_f16(self, x: f16) -> Self::V {
+        // SAFETY: `self` proves F16C and AVX2.
+        unsafe {
+            [_mm256_set1_ps(_mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(
+                x.to_bits(),
+            ))))); 2]
+        }
     }
 }
 

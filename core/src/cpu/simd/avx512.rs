@@ -6,8 +6,10 @@
 
 use std::arch::x86_64::{
     __m512, __m512i, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm_prefetch,
-    _mm256_loadu_si256, _mm512_cvtph_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mul_ps,
-    _mm512_permutexvar_ps, _mm512_set1_ps, _mm512_setr_ps, _mm512_srli_epi32, _mm512_storeu_ps,
+    _mm256_loadu_si256, _mm256_setr_epi16, _mm512_broadcast_i64x4, _mm512_cvtepi32_ps, _mm512_cvtph_ps,
+    _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mul_ps,
+    _mm512_permutexvar_epi16, _mm512_permutexvar_ps, _mm512_set1_ps, _mm512_setr_ps, _mm512_setzero_si512,
+    _mm512_srli_epi16, _mm512_srli_epi32, _mm512_storeu_ps,
 };
 
 use half::f16;
@@ -15,7 +17,7 @@ use half::f16;
 use super::{Kernel, Simd};
 use crate::cpu::numerics::{LANES, fold};
 
-/// Proof that the CPU has AVX-512 F, AVX2, FMA and F16C; made only by [`Avx512::detect`].
+/// Proof that the CPU has AVX-512 F, BW and VNNI, AVX2, FMA and F16C; made only by [`Avx512::detect`].
 #[derive(Clone, Copy)]
 pub struct Avx512(());
 
@@ -23,6 +25,8 @@ impl Avx512 {
     /// The proof, if this CPU has the instructions.
     pub fn detect() -> Option<Self> {
         (is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vnni")
             && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c"))
@@ -32,7 +36,7 @@ impl Avx512 {
     /// Runs a kernel compiled for these instructions.
     #[inline]
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
-        #[target_feature(enable = "avx512f,avx2,fma,f16c")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
         fn featured<K: Kernel>(kernel: K, s: Avx512) -> K::Output {
             kernel.run(s)
         }
@@ -46,6 +50,8 @@ impl Simd for Avx512 {
     type Codes = __m512i;
     /// The sixteen weights `d * (code - 8)`, by code.
     type Scale = __m512;
+    type Sums = __m512i;
+    type Pairs = __m512i;
 
     const MANY_REGISTERS: bool = true;
 
@@ -129,6 +135,46 @@ impl Simd for Avx512 {
         // SAFETY: `self` proves AVX-512 F, which `integers` asks of its caller.
         let table = unsafe { integers() };
         self.next_weights(codes, table)
+    }
+
+    #[inline(always)]
+    fn no_sums(self) -> __m512i {
+        // SAFETY: `self` proves AVX-512 F.
+        unsafe { _mm512_setzero_si512() }
+    }
+
+    #[inline(always)]
+    fn load_pairs(self, x: &[i16; 2 * LANES]) -> __m512i {
+        // SAFETY: `self` proves AVX-512 F; the reference covers the 64 bytes read, unaligned.
+        unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+    }
+
+    #[inline(always)]
+    fn add_products(self, codes: &mut __m512i, x: __m512i, sums: __m512i) -> __m512i {
+        // SAFETY: `self` proves AVX-512 F, BW and VNNI. The permutation reads five bits of each index; the table
+        // holds the sixteen integers twice, so that the fifth does not matter.
+        unsafe {
+            let low = _mm256_setr_epi16(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+            let q = _mm512_permutexvar_epi16(*codes, _mm512_broadcast_i64x4(low));
+            *codes = _mm512_srli_epi16::<4>(*codes);
+            _mm512_dpwssd_epi32(sums, q, x)
+        }
+    }
+
+    #[inline(always)]
+    fn widen_sums(self, sums: __m512i) -> __m512 {
+        // SAFETY: `self` proves AVX-512 F.
+        unsafe { _mm512_cvtepi32_ps(sums) }
+    }
+
+    #[inline(always)]
+    fn splat_f16(self, x: f16) -> __m512 {
+        // SAFETY: `self` proves F16C and AVX-512 F.
+        unsafe {
+            _mm512_set1_ps(_mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(
+                x.to_bits(),
+            )))))
+        }
     }
 }
 

@@ -25,6 +25,11 @@ pub trait Simd: Copy + Send + Sync {
     /// Decoding constants of one block: its scale and whatever an implementation derives from it.
     type Scale: Copy;
 
+    /// 32-bit integers, one a lane.
+    type Sums: Copy;
+    /// Two 16-bit integers a lane.
+    type Pairs: Copy;
+
     /// Whether there are registers for four rows by four inputs; else two by two.
     const MANY_REGISTERS: bool;
 
@@ -52,6 +57,17 @@ pub trait Simd: Copy + Send + Sync {
     fn next_weights(self, codes: &mut Self::Codes, scale: Self::Scale) -> Self::V;
     /// The integers `q` of the low nibble of each word; moves to the next nibble.
     fn next_integers(self, codes: &mut Self::Codes) -> Self::V;
+    /// Zero in every lane.
+    fn no_sums(self) -> Self::Sums;
+    /// Pairs from memory.
+    fn load_pairs(self, x: &[i16; 2 * LANES]) -> Self::Pairs;
+    /// Adds to each lane the products of the integers `q` of the low nibbles of its two 16-bit halves with the pair;
+    /// moves both halves to their next nibble. The sums are exact.
+    fn add_products(self, codes: &mut Self::Codes, x: Self::Pairs, sums: Self::Sums) -> Self::Sums;
+    /// The sums as FP32.
+    fn widen_sums(self, sums: Self::Sums) -> Self::V;
+    /// All lanes the FP16 value `x`.
+    fn splat_f16(self, x: f16) -> Self::V;
 }
 
 /// A computation over [`Simd`]. `run` must be `#[inline(always)]`, so that it is compiled for the instruction

@@ -13,6 +13,8 @@ impl Simd for Scalar {
     type V = [f32; LANES];
     type Codes = [u32; LANES];
     type Scale = f32;
+    type Sums = [i32; LANES];
+    type Pairs = [[i16; 2]; LANES];
 
     const MANY_REGISTERS: bool = false;
 
@@ -78,5 +80,37 @@ impl Simd for Scalar {
             *c >>= 4;
             q
         })
+    }
+
+    #[inline(always)]
+    fn no_sums(self) -> Self::Sums {
+        [0; LANES]
+    }
+
+    #[inline(always)]
+    fn load_pairs(self, x: &[i16; 2 * LANES]) -> Self::Pairs {
+        let pairs = x.as_chunks::<2>().0;
+        std::array::from_fn(|l| pairs[l])
+    }
+
+    #[inline(always)]
+    fn add_products(self, codes: &mut Self::Codes, x: Self::Pairs, mut sums: Self::Sums) -> Self::Sums {
+        for ((word, [low, high]), sum) in codes.iter_mut().zip(x).zip(&mut sums) {
+            let q = |shift: u32| ((*word >> shift) & 15) as i32 - 8;
+            *sum += q(0) * i32::from(low) + q(16) * i32::from(high);
+            *word = (*word >> 4) & 0x0FFF_0FFF;
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn widen_sums(self, sums: Self::Sums) -> Self::V {
+        #[expect(clippy::cast_precision_loss, reason = "below 2^24")]
+        sums.map(|s| s as f32)
+    }
+
+    #[inline(always)]
+    fn splat_f16(self, x: f16) -> Self::V {
+        [x.to_f32(); LANES]
     }
 }

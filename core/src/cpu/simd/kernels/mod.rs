@@ -6,10 +6,12 @@
 //! tiled never changes a bit of a result.
 
 mod dense;
+mod integer;
 mod packed;
 mod rows;
 
 pub use dense::{Element, Gemm, WeightedRows, padded};
+pub use integer::{QpackedIntegerGemm, arrange_integers, integer_len};
 pub use packed::{QpackedGemm, QpackedRows, permute, permuted_len};
 pub use rows::{AddScaled, ScaleRow, SumOfSquares};
 

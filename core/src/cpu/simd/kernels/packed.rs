@@ -221,22 +221,23 @@ fn packed_tile_fine<S: Simd, const R: usize, const T: usize, const PARTS: usize>
 
 /// One row of a tile.
 #[derive(Clone, Copy, Default)]
-struct PackedRow<'a> {
+pub(super) struct PackedRow<'a> {
     /// By group.
-    codes: &'a [[u8; 4 * LANES]],
-    scales: &'a [f16],
+    pub codes: &'a [[u8; 4 * LANES]],
+    /// By block.
+    pub scales: &'a [f16],
 }
 
 impl PackedRow<'_> {
     /// Asks for the same place R rows on: short rows end before the hardware has seen a stream.
     #[inline(always)]
-    fn prefetch<S: Simd, const R: usize>(&self, s: S, w: QpackedRows<'_>, group: usize) {
+    pub fn prefetch<S: Simd, const R: usize>(&self, s: S, w: QpackedRows<'_>, group: usize) {
         s.prefetch(&self.codes[group], R * w.groups * CODE_GROUP / 2);
     }
 }
 
 #[inline(always)]
-fn split_rows<const R: usize>(w: QpackedRows<'_>) -> [PackedRow<'_>; R] {
+pub(super) fn split_rows<const R: usize>(w: QpackedRows<'_>) -> [PackedRow<'_>; R] {
     let per_row = QpackedRows::scales_per_row(w.groups, w.block);
     let codes = w.codes.as_chunks().0;
     let mut rows = [PackedRow::default(); R];
