@@ -1,16 +1,19 @@
 //! Routed experts on the CPU from their packed form, at the shapes of OLMoE and Qwen1.5-MoE, on all threads.
 //!
 //! Each call runs one matrix of the k experts of a token (`gemv`) or of sixteen tokens that chose the same k
-//! (`gemm16`); the next call takes the next k, so that weights come from memory as they do in decode.
+//! (`gemm16`); the next call takes the next k, so that weights come from memory as they do in decode. `i16` is the
+//! executor with 16-bit integer activations.
 
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use half::f16;
 use horizon_benches::{Reporter, Threads};
-use horizon_core::cpu::numerics::dot_qpacked;
+use horizon_core::cpu::numerics::{CODE_GROUP, dot_qpacked, dot_qpacked_integers, to_integers};
 use horizon_core::cpu::simd::Isa;
-use horizon_core::cpu::simd::kernels::{QpackedGemm, QpackedRows, permute, permuted_len};
+use horizon_core::cpu::simd::kernels::{
+    QpackedGemm, QpackedIntegerGemm, QpackedRows, arrange_integers, integer_len, permute, permuted_len,
+};
 use horizon_core::cpu::tiling::{CpuTiling, TiledLayout, TiledRows};
 use horizon_core::qpacked::BlockSize;
 use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
@@ -84,7 +87,7 @@ impl Layer {
     /// `out[expert][row][input]` of `experts`, on all threads.
     fn run(
         &self,
-        isa: Isa,
+        (isa, integers): (Isa, bool),
         matrix: ExpertMatrix,
         experts: &[usize],
         inputs: &[f32],
@@ -103,7 +106,11 @@ impl Layer {
             });
         pieces.for_each(|(weights, first, out)| {
             let weights = weights.rows(first..first + out.len() / n);
-            isa.run(QpackedGemm { weights, inputs, out });
+            if integers {
+                isa.run(QpackedIntegerGemm { weights, inputs, out });
+            } else {
+                isa.run(QpackedGemm { weights, inputs, out });
+            }
         });
     }
 
@@ -111,30 +118,57 @@ impl Layer {
     fn check(&self, isa: Isa, block: BlockSize, matrix: ExpertMatrix, experts: &[usize]) {
         let m = self.record.matrix(matrix);
         let x = input(m.cols);
-        let mut permuted = vec![0.0; permuted_len(m.cols)];
-        permute(&x, &mut permuted);
-        let mut out = vec![f32::NAN; experts.len() * m.rows];
-        self.run(isa, matrix, experts, &permuted, 1, &mut out);
-        for (out, e) in out.chunks(m.rows).zip(experts) {
-            let record = &self.canonical[*e];
-            let codes = record[m.values.clone()].chunks(m.cols.div_ceil(2));
-            let scales: Vec<f16> = record[m.scales.clone()]
-                .as_chunks()
-                .0
-                .iter()
-                .map(|b| f16::from_le_bytes(*b))
-                .collect();
-            let per_row = m.cols.div_ceil(block.get());
-            for ((got, codes), scales) in out.iter().zip(codes).zip(scales.chunks(per_row)) {
-                let want = dot_qpacked(codes, scales, block, &x);
-                assert_eq!(
-                    got.to_bits(),
-                    want.to_bits(),
-                    "{isa:?} {matrix:?} of expert {e}: wrong result"
-                );
+        let (mut integers, mut x_scales) = (vec![0; m.cols], vec![0.0; m.cols.div_ceil(CODE_GROUP)]);
+        to_integers(&x, &mut integers, &mut x_scales);
+        for form in [false, true] {
+            let mut out = vec![f32::NAN; experts.len() * m.rows];
+            self.run(
+                (isa, form),
+                matrix,
+                experts,
+                &arranged(form, m.cols, 1),
+                1,
+                &mut out,
+            );
+            for (out, e) in out.chunks(m.rows).zip(experts) {
+                let record = &self.canonical[*e];
+                let codes = record[m.values.clone()].chunks(m.cols.div_ceil(2));
+                let scales = record[m.scales.clone()].as_chunks().0.iter();
+                let scales: Vec<f16> = scales.map(|b| f16::from_le_bytes(*b)).collect();
+                let per_row = m.cols.div_ceil(block.get());
+                for ((got, codes), scales) in out.iter().zip(codes).zip(scales.chunks(per_row)) {
+                    let want = if form {
+                        dot_qpacked_integers(codes, scales, block, &integers, &x_scales)
+                    } else {
+                        dot_qpacked(codes, scales, block, &x)
+                    };
+                    assert_eq!(
+                        got.to_bits(),
+                        want.to_bits(),
+                        "{isa:?} {matrix:?} of expert {e}, integers: {form}"
+                    );
+                }
             }
         }
     }
+}
+
+/// `n` equal inputs as a kernel reads them.
+fn arranged(integers: bool, cols: usize, n: usize) -> Vec<f32> {
+    let len = if integers {
+        integer_len(cols)
+    } else {
+        permuted_len(cols)
+    };
+    let mut out = vec![0.0; len * n];
+    for out in out.chunks_mut(len) {
+        if integers {
+            arrange_integers(&input(cols), out);
+        } else {
+            permute(&input(cols), out);
+        }
+    }
+    out
 }
 
 fn bytes(record: &RecordLayout, seed: u64) -> Vec<u8> {
@@ -169,11 +203,13 @@ fn experts(criterion: &mut Criterion) {
                 let m = layer.record.matrix(matrix);
                 let first: Vec<usize> = (0..shape.top_k).collect();
                 layer.check(isa, block, matrix, &first);
-                for (kind, n) in [("gemv", 1), ("gemm16", 16)] {
-                    let mut inputs = vec![0.0; permuted_len(m.cols) * n];
-                    for x in inputs.chunks_mut(permuted_len(m.cols)) {
-                        permute(&input(m.cols), x);
-                    }
+                for (kind, n, integers) in [
+                    ("gemv", 1, false),
+                    ("gemv-i16", 1, true),
+                    ("gemm16", 16, false),
+                    ("gemm16-i16", 16, true),
+                ] {
+                    let inputs = arranged(integers, m.cols, n);
                     let mut out = vec![0.0; shape.top_k * m.rows * n];
                     let mut next = 0;
                     let bytes = shape.top_k * (m.values.len() + m.scales.len());
@@ -189,7 +225,7 @@ fn experts(criterion: &mut Criterion) {
                             .map(|e| e * 7 % shape.experts)
                             .collect();
                         next = (next + shape.top_k) % shape.experts;
-                        layer.run(isa, matrix, &chosen, black_box(&inputs), n, &mut out);
+                        layer.run((isa, integers), matrix, &chosen, black_box(&inputs), n, &mut out);
                         black_box(&out);
                     });
                 }

@@ -58,7 +58,8 @@ impl<E: Element> Kernel for Gemm<'_, E> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         if self.inputs.len() == padded(self.cols) {
-            self.tiled::<S, 4, 1>(s);
+            // One row at a time: memory is the limit, and it is fastest read in one stream.
+            self.tiled::<S, 1, 1>(s);
         } else if S::MANY_REGISTERS {
             self.tiled::<S, 4, 4>(s);
         } else {

@@ -11,6 +11,8 @@ use super::packed::{PackedRow, split_rows};
 use super::{QpackedRows, store_sums};
 use crate::cpu::numerics::{CODE_GROUP, LANES, to_integers};
 
+/// Bytes that one stream is read ahead: a quarter of a microsecond's worth; more than the hardware does by itself.
+const STREAM_AHEAD: usize = 4096;
 /// 16-bit halves of a register: each holds four codes.
 const HALVES: usize = 2 * LANES;
 
@@ -67,8 +69,8 @@ impl Kernel for QpackedIntegerGemm<'_> {
     fn run<S: Simd>(self, s: S) {
         let single = self.inputs.len() == integer_len(self.weights.groups * CODE_GROUP);
         match (single, S::MANY_REGISTERS) {
-            (true, true) => self.tiled::<S, 4, 1>(s),
-            (true, false) => self.tiled::<S, 2, 1>(s),
+            // One row at a time: memory is the limit, and it is fastest read in one stream.
+            (true, _) => self.tiled::<S, 1, 1>(s),
             (false, true) => self.tiled::<S, 2, 4>(s),
             (false, false) => self.tiled::<S, 1, 2>(s),
         }
@@ -151,12 +153,17 @@ fn integer_tile<S: Simd, const R: usize, const T: usize, const PARTS: usize>(
         scales[t] = &s[..w.groups];
     }
     let span = (w.block / CODE_GROUP).max(1);
+    let ahead = if T == 1 {
+        STREAM_AHEAD
+    } else {
+        R * w.groups * CODE_GROUP / 2
+    };
     let mut sums = [[s.splat(0.0); T]; R];
     for g in 0..w.groups {
         let mut words = [s.codes(&rows[0].codes[g]); R];
         for r in 0..R {
             words[r] = s.codes(&rows[r].codes[g]);
-            rows[r].prefetch::<S, R>(s, w, g);
+            s.prefetch(&rows[r].codes[g], ahead);
         }
         let mut products = [[s.no_sums(); T]; R];
         for nibble in 0..4 {
