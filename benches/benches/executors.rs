@@ -15,6 +15,7 @@ use horizon_core::cpu::simd::kernels::{
     QpackedGemm, QpackedIntegerGemm, QpackedRows, arrange_integers, integer_len, permute, permuted_len,
 };
 use horizon_core::cpu::tiling::{CpuTiling, TiledLayout, TiledRows};
+use horizon_core::memory::AnonymousMemory;
 use horizon_core::qpacked::BlockSize;
 use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
 use horizon_core::roles::ExpertMatrix;
@@ -53,7 +54,9 @@ struct Layer {
     record: RecordLayout,
     tiled: TiledLayout,
     canonical: Vec<Vec<u8>>,
-    records: Vec<Vec<u8>>,
+    /// All tiled records in one range, as the product holds them.
+    records: AnonymousMemory,
+    record_bytes: usize,
 }
 
 impl Layer {
@@ -63,22 +66,27 @@ impl Layer {
             .into_par_iter()
             .map(|e| bytes(&record, e))
             .collect();
-        let tile = |c: &Vec<u8>| {
-            let mut out = vec![0; CpuTiling.tiled_bytes(&record)];
-            CpuTiling.tile(&record, c, &mut out);
-            out
-        };
-        let records = canonical.par_iter().map(tile).collect();
+        let record_bytes = CpuTiling.tiled_bytes(&record);
+        let mut records =
+            AnonymousMemory::zeroed(record_bytes * shape.experts).expect("memory for one layer");
+        let tiles = records.bytes_mut().par_chunks_mut(record_bytes);
+        tiles
+            .zip(&canonical)
+            .for_each(|(out, c)| CpuTiling.tile(&record, c, out));
         Self {
             tiled: TiledLayout::new(&record),
             record,
             canonical,
             records,
+            record_bytes,
         }
     }
 
     fn rows(&self, expert: usize, matrix: ExpertMatrix) -> QpackedRows<'_> {
-        match self.tiled.view(matrix, &self.records[expert]) {
+        match self.tiled.view(
+            matrix,
+            &self.records.bytes()[expert * self.record_bytes..][..self.record_bytes],
+        ) {
             TiledRows::Qpacked(rows) => rows,
             TiledRows::F16(_) => unreachable!("built packed"),
         }
