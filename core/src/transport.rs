@@ -66,7 +66,8 @@ pub struct Publish {
 /// Whether the device may have seen the publication of a submission that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
-    /// The publication did not happen: nothing changed for readers.
+    /// The publication did not happen, and the submission's copies are over: nothing of it touches a slot or a
+    /// staging buffer any more. Work that may still be under way when a deadline passes is not this.
     BeforePublication,
     /// The publication happened, or nobody can tell.
     AfterPublication,
