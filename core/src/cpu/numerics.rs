@@ -9,6 +9,7 @@
 //! ascending order.
 
 use half::f16;
+use rayon::prelude::*;
 
 use crate::qpacked::BlockSize;
 
@@ -242,15 +243,23 @@ impl RotaryTable {
         let half = head_dim / 2;
         #[expect(clippy::cast_precision_loss, reason = "widths and positions are below 2^24")]
         #[expect(clippy::cast_possible_truncation, reason = "rounding to FP32 is the rule")]
-        let pairs = (0..context)
-            .flat_map(|p| {
-                (0..half).map(move |i| {
-                    let frequency = libm::pow(theta, -2.0 * i as f64 / head_dim as f64) as f32;
-                    let angle = f64::from(p as f32 * frequency);
-                    (libm::cos(angle) as f32, libm::sin(angle) as f32)
-                })
-            })
+        let frequencies: Vec<f32> = (0..half)
+            .map(|i| libm::pow(theta, -2.0 * i as f64 / head_dim as f64) as f32)
             .collect();
+        let mut pairs = vec![(0.0, 0.0); context * half];
+        pairs
+            .par_chunks_exact_mut(half)
+            .enumerate()
+            .with_min_len(64)
+            .for_each(|(p, pairs)| {
+                for (pair, frequency) in pairs.iter_mut().zip(&frequencies) {
+                    #[expect(clippy::cast_precision_loss, reason = "positions are below 2^24")]
+                    let angle = f64::from(p as f32 * frequency);
+                    #[expect(clippy::cast_possible_truncation, reason = "rounding to FP32 is the rule")]
+                    let rounded = (libm::cos(angle) as f32, libm::sin(angle) as f32);
+                    *pair = rounded;
+                }
+            });
         Self { half, pairs }
     }
 

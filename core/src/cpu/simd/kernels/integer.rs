@@ -11,8 +11,6 @@ use super::packed::{PackedRow, split_rows};
 use super::{QpackedRows, store_sums};
 use crate::cpu::numerics::{CODE_GROUP, LANES, to_integers};
 
-/// Bytes that one stream is read ahead: a quarter of a microsecond's worth; more than the hardware does by itself.
-const STREAM_AHEAD: usize = 4096;
 /// 16-bit halves of a register: each holds four codes.
 const HALVES: usize = 2 * LANES;
 
@@ -153,17 +151,14 @@ fn integer_tile<S: Simd, const R: usize, const T: usize, const PARTS: usize>(
         scales[t] = &s[..w.groups];
     }
     let span = (w.block / CODE_GROUP).max(1);
-    let ahead = if T == 1 {
-        STREAM_AHEAD
-    } else {
-        R * w.groups * CODE_GROUP / 2
-    };
     let mut sums = [[s.splat(0.0); T]; R];
     for g in 0..w.groups {
         let mut words = [s.codes(&rows[0].codes[g]); R];
         for r in 0..R {
             words[r] = s.codes(&rows[r].codes[g]);
-            s.prefetch(&rows[r].codes[g], ahead);
+            if T > 1 {
+                rows[r].prefetch::<S, R>(s, w, g);
+            }
         }
         let mut products = [[s.no_sums(); T]; R];
         for nibble in 0..4 {
