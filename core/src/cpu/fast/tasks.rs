@@ -48,7 +48,6 @@ impl<'a> Tasks<'a> {
 
     /// The same for a matrix of an expert; `inputs` is padded in the control arm, else permuted, or arranged as
     /// integers if `integers` says so.
-    #[expect(clippy::too_many_arguments, reason = "a product and its form")]
     pub fn expert(
         &mut self,
         integers: bool,
