@@ -37,6 +37,8 @@ use tasks::{Tasks, transpose};
 use workspace::{LOGIT_ROWS, Workspace};
 
 const NAME: &str = "cpu";
+/// Most threads: more than any machine this is for has cores, few enough to start in no time.
+pub const MAX_THREADS: usize = 1024;
 
 /// The fast CPU backend.
 pub struct FastCpu {
@@ -70,6 +72,13 @@ impl FastCpu {
         slots: Arc<dyn SlotMemory>,
         encoding: ExpertEncoding,
     ) -> Result<Self, BackendError> {
+        if let Some(n) = threads.filter(|n| n.get() > MAX_THREADS) {
+            let reason = format!("{n} threads asked for; at most {MAX_THREADS} can be used");
+            return Err(BackendError::Unsupported {
+                backend: NAME,
+                reason,
+            });
+        }
         let pool = ThreadPoolBuilder::new()
             .num_threads(threads.map_or(0, NonZeroUsize::get))
             .thread_name(|i| format!("horizon-cpu-{i}"))
