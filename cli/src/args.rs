@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use horizon_cache::Policy;
 use horizon_core::qpacked::{BlockSize, Quantizer};
 use horizon_core::synthetic::Shape;
 use horizon_models::pack::{DEFAULT_BLOCK, DEFAULT_QUANTIZER};
@@ -103,6 +104,9 @@ pub struct ExecutionArgs {
     /// What computes
     #[arg(long, value_enum, default_value_t = BackendName::Cpu)]
     pub backend: BackendName,
+    /// How routed experts are computed [default: cpu-grouped, with --backend cpu-reference its own]
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub executor: Option<ExecutorName>,
     /// How routed experts are held and executed; f16 is the unquantized control
     #[arg(long, value_enum, default_value_t = ExpertsName::Qpacked)]
     pub experts: ExpertsName,
@@ -111,12 +115,36 @@ pub struct ExecutionArgs {
     pub activations: ActivationsName,
     #[command(flatten)]
     pub packing: PackingArgs,
+    #[command(flatten)]
+    pub residency: ResidencyArgs,
     /// Positions of the context [default: the model's, at most 4096]
     #[arg(long, value_name = "N")]
     pub ctx: Option<NonZeroUsize>,
     /// Threads [default: all cores]
     #[arg(long, value_name = "N")]
     pub threads: Option<NonZeroUsize>,
+}
+
+/// Which experts are resident.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct ResidencyArgs {
+    /// Experts of each layer that are resident; the others are brought when they are needed [default: all, without a
+    /// cache]
+    #[arg(short, long, value_name = "N")]
+    pub capacity: Option<usize>,
+    #[arg(long, value_name = "NAME", requires = "capacity", help = policy_help())]
+    pub policy: Option<Policy>,
+    /// Spare slots that missing experts are brought to, shared by all layers [default: the experts of a token]
+    #[arg(long, value_name = "N", requires = "capacity")]
+    pub spares: Option<usize>,
+}
+
+fn policy_help() -> String {
+    format!(
+        "Which experts make room: {} [default: {}]",
+        Policy::ALL.map(Policy::name).join(", "),
+        Policy::default()
+    )
 }
 
 /// How experts are packed.
@@ -364,6 +392,20 @@ pub enum BackendName {
     /// GPUs through wgpu
     #[value(hide = true)]
     Wgpu,
+}
+
+/// `--executor`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ExecutorName {
+    /// Tiled experts, FP32 multiply-adds
+    #[value(name = "cpu-grouped")]
+    CpuGrouped,
+    /// Packed experts, rows rounded to 16-bit integers, exact sums of a word
+    #[value(name = "cpu-grouped-i16")]
+    CpuGroupedI16,
+    /// That of --backend cpu-reference
+    #[value(name = "cpu-reference")]
+    CpuReference,
 }
 
 /// `--experts`.

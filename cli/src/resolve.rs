@@ -9,12 +9,14 @@ use horizon_core::qpacked::Quantizer;
 use horizon_models::generation::GenerationConfig;
 use horizon_models::hub::RepoId;
 use horizon_models::source::ExpertsMode;
-use horizon_runtime::engine::{BackendKind, EngineOptions};
+use horizon_runtime::engine::{BackendKind, EngineOptions, ExecutorKind};
+use horizon_runtime::residency::CacheOptions;
 use horizon_runtime::sampler::Sampling;
 use serde::Serialize;
 
 use crate::args::{
-    ActivationsName, BackendName, ExecutionArgs, ExpertsName, GenerateArgs, PackingArgs, QuantizerName,
+    ActivationsName, BackendName, ExecutionArgs, ExecutorName, ExpertsName, GenerateArgs, PackingArgs,
+    QuantizerName,
 };
 use crate::output::CliError;
 
@@ -48,7 +50,8 @@ impl ModelPlace {
 /// How the model is executed.
 ///
 /// # Errors
-/// A backend that this build lacks; packing settings for experts that are not packed.
+/// A backend that this build lacks, an executor that the backend lacks; packing settings for experts that are not
+/// packed.
 pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
     let lacks = |name, what| {
         Err(CliError::usage(format!(
@@ -61,40 +64,62 @@ pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
         BackendName::Cuda => return lacks("cuda", "CUDA"),
         BackendName::Wgpu => return lacks("wgpu", "wgpu"),
     };
-    let experts = match (args.experts, args.packing) {
-        (ExpertsName::Qpacked, p) => ExpertsMode::Qpacked {
-            block: p.block,
-            quantizer: p.quantizer.map(Quantizer::from),
-        },
-        (
-            ExpertsName::F16,
-            PackingArgs {
-                quantizer: None,
-                block: None,
-            },
-        ) => ExpertsMode::F16,
-        (ExpertsName::F16, p) => {
-            let flag = if p.block.is_some() {
-                "--block"
-            } else {
-                "--quantizer"
-            };
-            return Err(CliError::usage(format!(
-                "{flag}: with --experts f16 nothing is packed"
-            )));
-        }
-    };
+    let executor = backend
+        .executor(args.executor.map(ExecutorKind::from))
+        .map_err(|e| CliError::usage(format!("--executor: {e}")))?;
     let activations = match args.activations {
         ActivationsName::F16 => Activations::F16,
         ActivationsName::F32 => Activations::F32,
     };
     Ok(EngineOptions {
         backend,
-        experts,
+        executor,
+        cache: args.residency.capacity.map(|capacity| CacheOptions {
+            capacity,
+            spares: args.residency.spares,
+            policy: args.residency.policy.unwrap_or_default(),
+        }),
+        experts: experts_mode(args)?,
         activations,
         context: args.ctx.map(Into::into),
         threads: args.threads,
     })
+}
+
+fn experts_mode(args: &ExecutionArgs) -> Result<ExpertsMode, CliError> {
+    match (args.experts, args.packing) {
+        (ExpertsName::Qpacked, p) => Ok(ExpertsMode::Qpacked {
+            block: p.block,
+            quantizer: p.quantizer.map(Quantizer::from),
+        }),
+        (
+            ExpertsName::F16,
+            PackingArgs {
+                quantizer: None,
+                block: None,
+            },
+        ) => Ok(ExpertsMode::F16),
+        (ExpertsName::F16, p) => {
+            let flag = if p.block.is_some() {
+                "--block"
+            } else {
+                "--quantizer"
+            };
+            Err(CliError::usage(format!(
+                "{flag}: with --experts f16 nothing is packed"
+            )))
+        }
+    }
+}
+
+impl From<ExecutorName> for ExecutorKind {
+    fn from(name: ExecutorName) -> Self {
+        match name {
+            ExecutorName::CpuGrouped => Self::CpuGrouped,
+            ExecutorName::CpuGroupedI16 => Self::CpuGroupedI16,
+            ExecutorName::CpuReference => Self::CpuReference,
+        }
+    }
 }
 
 impl From<QuantizerName> for Quantizer {

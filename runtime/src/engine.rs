@@ -9,65 +9,37 @@ use horizon_core::artifact::Progress;
 use horizon_core::backend::{
     Activations, Backend, BackendError, CompiledModel, ExecutorId, PREFILL_CHUNK, Plan, Regime,
 };
-use horizon_core::cpu::{FastCpu, ReferenceCpu};
-use horizon_core::ids::{ExpertId, GenerationId};
 use horizon_core::image::NoExperts;
-use horizon_core::provider::{
-    AcquireError, CacheFault, ExpertProvider, FullyResident, GroupLease, Hold, RoutedGroup, SlotMemory,
-};
+use horizon_core::provider::{ExpertProvider, SlotMemory};
 use horizon_core::qpacked::{BlockSize, Quantizer};
-use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
+use horizon_core::record::{ExpertEncoding, RecordLayout};
 use horizon_core::spec::ModelSpec;
-use horizon_core::transport::Completion;
 use horizon_models::pack::{DEFAULT_BLOCK, DEFAULT_QUANTIZER};
-use horizon_models::source::{ExpertsMode, HostBytes, LoadError, LoadOptions, ModelSource, SourceKind};
+use horizon_models::source::{
+    ExpertsMode, HostBytes, LoadError, LoadOptions, LoadedModel, ModelSource, SourceKind,
+};
 use serde::Serialize;
 use thiserror::Error;
 
+pub use crate::backends::{BackendKind, ExecutorKind};
 use crate::eval::Evaluator;
+use crate::residency::{
+    self, CacheOptions, Opened, Residency, ResidencyError, ResidencySettings, device_bytes, geometry,
+};
 use crate::session::{Limits, Session};
 
 /// Most positions of the context unless more are asked for: a KV cache for 100 000 positions can outweigh the model.
 pub const DEFAULT_CONTEXT: usize = 4096;
-
-/// The backends of this build.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum BackendKind {
-    /// [`FastCpu`].
-    Cpu,
-    /// [`ReferenceCpu`].
-    CpuReference,
-}
-
-impl BackendKind {
-    /// The arrangement of expert records that the backend reads.
-    #[must_use]
-    pub fn tiling(self) -> &'static dyn RecordTiling {
-        match self {
-            Self::Cpu => FastCpu::tiling(),
-            Self::CpuReference => ReferenceCpu::tiling(),
-        }
-    }
-
-    fn build(
-        self,
-        threads: Option<NonZeroUsize>,
-        slots: Arc<dyn SlotMemory>,
-        encoding: ExpertEncoding,
-    ) -> Result<Box<dyn Backend>, BackendError> {
-        Ok(match self {
-            Self::Cpu => Box::new(FastCpu::new(threads, slots, encoding)?),
-            Self::CpuReference => Box::new(ReferenceCpu::new(slots, encoding)),
-        })
-    }
-}
 
 /// How a model is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
     /// What computes.
     pub backend: BackendKind,
+    /// Executor of routed groups, one that the backend has.
+    pub executor: ExecutorKind,
+    /// The cache; `None`: every expert is resident.
+    pub cache: Option<CacheOptions>,
     /// Form of the routed experts.
     pub experts: ExpertsMode,
     /// Activation type.
@@ -89,6 +61,8 @@ pub struct Settings {
     pub prefill_executor: ExecutorId,
     /// Executor of routed groups in decode.
     pub decode_executor: ExecutorId,
+    /// Which experts are resident.
+    pub residency: ResidencySettings,
     /// Form of the routed experts.
     pub experts: ExpertsRecord,
     /// Activation type.
@@ -170,7 +144,7 @@ impl ExpertsRecord {
 pub struct OpenTimings {
     /// Weights into memory, checked (or narrowed and quantized), and tiled.
     pub load_s: f64,
-    /// KV cache and workspaces.
+    /// KV cache, workspaces, and the first experts in their slots.
     pub open_s: f64,
 }
 
@@ -179,18 +153,19 @@ pub struct OpenTimings {
 pub struct HostMemory {
     /// Routed experts and non-routed weights.
     pub weights: HostBytes,
-    /// KV cache, workspaces: as the backend plans them.
+    /// KV cache, workspaces: as the backend plans them; the cache's slots and staging buffers.
     pub plan: Vec<(&'static str, u64)>,
     /// What stays while the model runs.
     pub total: u64,
 }
 
 impl HostMemory {
-    fn new(weights: HostBytes, plan: &Plan) -> Self {
+    fn new(weights: HostBytes, plan: &Plan, device: &[(&'static str, u64)]) -> Self {
+        let plan = [&plan.ledger, device].concat();
         Self {
-            total: weights.resident() + plan.bytes(),
+            total: weights.resident() + plan.iter().map(|(_, bytes)| bytes).sum::<u64>(),
             weights,
-            plan: plan.ledger.clone(),
+            plan,
         }
     }
 }
@@ -220,6 +195,9 @@ pub enum EngineError {
     /// The backend.
     #[error(transparent)]
     Backend(#[from] BackendError),
+    /// The cache.
+    #[error(transparent)]
+    Residency(#[from] ResidencyError),
 }
 
 /// A model that is ready to run.
@@ -228,10 +206,101 @@ pub struct Engine {
     layout: Option<RecordLayout>,
     model: Box<dyn CompiledModel>,
     experts: Arc<dyn ExpertProvider>,
+    residency: Residency,
     settings: Settings,
     memory: HostMemory,
     timings: OpenTimings,
     notes: Vec<String>,
+}
+
+/// A model whose weights are in memory. Nothing is read from its source any more.
+pub struct LoadedEngine {
+    options: EngineOptions,
+    loaded: LoadedModel,
+    identity: ModelIdentity,
+    memory: HostMemory,
+    threads: usize,
+    load_s: f64,
+}
+
+impl LoadedEngine {
+    /// Loads the weights of `source`, after everything that can be refused without them.
+    ///
+    /// # Errors
+    /// [`EngineError`] naming the setting, the file or the limit.
+    pub fn load(
+        source: &ModelSource,
+        options: &EngineOptions,
+        progress: &dyn Progress,
+    ) -> Result<Self, EngineError> {
+        let memory = predict_host_memory(source, options)?;
+        let pool = pool(options.threads.map_or(0, NonZeroUsize::get))?;
+        let started = Instant::now();
+        let load = LoadOptions {
+            experts: options.experts,
+            ..LoadOptions::default()
+        };
+        let loaded = pool.install(|| source.load(&load, options.backend.tiling(), progress))?;
+        Ok(Self {
+            options: *options,
+            loaded,
+            identity: ModelIdentity::of(source),
+            memory,
+            threads: pool.current_num_threads(),
+            load_s: started.elapsed().as_secs_f64(),
+        })
+    }
+
+    /// Opens the model: from here on whatever is read, hashed or rewritten is a request's doing. To be called when
+    /// nobody reads the source any more.
+    ///
+    /// # Errors
+    /// [`EngineError`] naming the limit.
+    pub fn admit(self) -> Result<Engine, EngineError> {
+        let Self { options, loaded, .. } = self;
+        let started = Instant::now();
+        let regime = regime(&loaded.spec, &options)?;
+        let Opened {
+            slots,
+            experts,
+            residency,
+            settings,
+        } = residency::open(&loaded.spec, loaded.image, options.cache.as_ref())?;
+        let backend = build(&options, slots, loaded.encoding)?;
+        let plan = backend.plan(&loaded.spec, &regime)?;
+        let model = backend.open(&loaded.spec, &plan, &loaded.dense)?;
+        Ok(Engine {
+            settings: Settings {
+                model: self.identity,
+                backend: options.backend,
+                prefill_executor: model.executor(),
+                decode_executor: model.executor(),
+                residency: settings,
+                experts: ExpertsRecord::new(loaded.encoding, loaded.quantizer),
+                activations: options.activations,
+                dense: "f16",
+                context: regime.context,
+                model_context: loaded.spec.context,
+                prefill_chunk: PREFILL_CHUNK,
+                threads: if options.backend == BackendKind::Cpu {
+                    self.threads
+                } else {
+                    1
+                },
+            },
+            memory: self.memory,
+            timings: OpenTimings {
+                load_s: self.load_s,
+                open_s: started.elapsed().as_secs_f64(),
+            },
+            spec: loaded.spec,
+            layout: loaded.layout,
+            notes: loaded.notes,
+            model,
+            experts,
+            residency,
+        })
+    }
 }
 
 impl Engine {
@@ -244,56 +313,7 @@ impl Engine {
         options: &EngineOptions,
         progress: &dyn Progress,
     ) -> Result<Self, EngineError> {
-        let regime = regime(source.spec(), options)?;
-        let threads = options.threads.map_or(0, NonZeroUsize::get);
-        let pool = pool(threads)?;
-        let started = Instant::now();
-        let load = LoadOptions {
-            experts: options.experts,
-            ..LoadOptions::default()
-        };
-        let loaded = pool.install(|| source.load(&load, options.backend.tiling(), progress))?;
-        let load_s = started.elapsed().as_secs_f64();
-        let threads = pool.current_num_threads();
-        drop(pool);
-        let (slots, experts): (Arc<dyn SlotMemory>, Arc<dyn ExpertProvider>) = match loaded.image {
-            Some(image) => (image.clone(), Arc::new(FullyResident::new(image))),
-            None => (Arc::new(NoExperts), Arc::new(NothingRouted)),
-        };
-        let started = Instant::now();
-        let backend = options.backend.build(options.threads, slots, loaded.encoding)?;
-        let plan = backend.plan(&loaded.spec, &regime)?;
-        let model = backend.open(&loaded.spec, &plan, &loaded.dense)?;
-        let weights = HostBytes::predict(&loaded.spec, loaded.encoding, options.backend.tiling(), threads);
-        Ok(Self {
-            settings: Settings {
-                model: ModelIdentity::of(source),
-                backend: options.backend,
-                prefill_executor: model.executor(),
-                decode_executor: model.executor(),
-                experts: ExpertsRecord::new(loaded.encoding, loaded.quantizer),
-                activations: options.activations,
-                dense: "f16",
-                context: regime.context,
-                model_context: loaded.spec.context,
-                prefill_chunk: PREFILL_CHUNK,
-                threads: if options.backend == BackendKind::Cpu {
-                    threads
-                } else {
-                    1
-                },
-            },
-            memory: HostMemory::new(weights, &plan),
-            timings: OpenTimings {
-                load_s,
-                open_s: started.elapsed().as_secs_f64(),
-            },
-            spec: loaded.spec,
-            layout: loaded.layout,
-            notes: loaded.notes,
-            model,
-            experts,
-        })
+        LoadedEngine::load(source, options, progress)?.admit()
     }
 
     /// The model as data.
@@ -312,6 +332,12 @@ impl Engine {
     #[must_use]
     pub fn settings(&self) -> &Settings {
         &self.settings
+    }
+
+    /// What is counted about its experts; it stays usable when the engine has become a session.
+    #[must_use]
+    pub fn residency(&self) -> Residency {
+        self.residency.clone()
     }
 
     /// What it holds of host memory.
@@ -367,15 +393,31 @@ impl Engine {
 /// # Errors
 /// As [`Engine::open`].
 pub fn predict_host_memory(source: &ModelSource, options: &EngineOptions) -> Result<HostMemory, EngineError> {
-    let regime = regime(source.spec(), options)?;
-    let encoding = encoding(source, options.experts);
-    let plan = options
-        .backend
-        .build(options.threads, Arc::new(NoExperts), encoding)?
-        .plan(source.spec(), &regime)?;
+    let (spec, encoding) = (source.spec(), encoding(source, options.experts));
+    let regime = regime(spec, options)?;
+    let (tiling, layout) = (options.backend.tiling(), RecordLayout::new(spec, encoding));
+    let geometry = options.cache.map(|c| geometry(spec, &c)).transpose()?;
+    let device = geometry
+        .zip(layout)
+        .map(|(g, layout)| device_bytes(&g, tiling.tiled_bytes(&layout)));
+    let plan = build(options, Arc::new(NoExperts), encoding)?.plan(spec, &regime)?;
     let threads = pool(options.threads.map_or(0, NonZeroUsize::get))?.current_num_threads();
-    let weights = HostBytes::predict(source.spec(), encoding, options.backend.tiling(), threads);
-    Ok(HostMemory::new(weights, &plan))
+    let weights = HostBytes::predict(spec, encoding, tiling, threads);
+    Ok(HostMemory::new(
+        weights,
+        &plan,
+        device.as_ref().map_or(&[], |d| d.as_slice()),
+    ))
+}
+
+fn build(
+    options: &EngineOptions,
+    slots: Arc<dyn SlotMemory>,
+    encoding: ExpertEncoding,
+) -> Result<Box<dyn Backend>, BackendError> {
+    options
+        .backend
+        .build(options.executor, options.threads, slots, encoding)
 }
 
 /// How the experts of `source` would be held.
@@ -436,32 +478,4 @@ fn regime(spec: &ModelSpec, options: &EngineOptions) -> Result<Regime, EngineErr
         sequences: 1,
         max_rows: PREFILL_CHUNK,
     })
-}
-
-/// The provider of a model without routed experts.
-struct NothingRouted;
-
-impl ExpertProvider for NothingRouted {
-    fn capture(&self) -> Hold {
-        Hold {
-            generation: GenerationId(0),
-            keep: Arc::new(()),
-        }
-    }
-
-    fn waves(&self, _: &Hold, group: &RoutedGroup<'_>) -> Vec<Vec<ExpertId>> {
-        vec![group.experts.to_vec()]
-    }
-
-    fn acquire(
-        &self,
-        _: &mut Hold,
-        group: &RoutedGroup<'_>,
-        _: Completion,
-    ) -> Result<Box<dyn GroupLease>, AcquireError> {
-        let (layer, reason) = (group.layer, "the model has no routed experts".into());
-        Err(CacheFault { layer, reason }.into())
-    }
-
-    fn release(&self, _: Hold, _: Completion) {}
 }

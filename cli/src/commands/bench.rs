@@ -15,6 +15,7 @@ use horizon_runtime::disk::{Destination, ReadRate, drop_from_cache, read_rate};
 use horizon_runtime::engine::{self, Engine, EngineOptions, HostMemory, OpenTimings, Settings, context};
 use horizon_runtime::footprint::BytesPerToken;
 use horizon_runtime::process::AnonymousPeak;
+use horizon_runtime::residency::ResidencyReport;
 use horizon_runtime::routing_load::{RoutingLoad, random_tokens};
 use horizon_runtime::sampler::Sampling;
 use horizon_runtime::session::{Answer, Request, TextDecoder, TextError};
@@ -22,6 +23,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::model;
+use super::report::residency_line;
 use crate::args::{BenchDecodeArgs, MakeCheckpointArgs};
 use crate::output::{Bar, CliError, Output, bytes, table};
 use crate::resolve::{ModelPlace, engine_options};
@@ -46,6 +48,8 @@ struct DecodeReport {
     /// Measured peak over prediction.
     peak_over_predicted: Option<f64>,
     routing_load: Option<RoutingLoad>,
+    #[serde(flatten)]
+    residency: ResidencyReport,
     settings: Settings,
 }
 
@@ -105,6 +109,7 @@ pub fn decode(args: BenchDecodeArgs, process_started: Instant) -> Result<(), Cli
         peak_over_predicted: m.peak.map(|p| p as f64 / m.predicted.total as f64),
         predicted: m.predicted,
         routing_load: m.routing_load,
+        residency: m.residency,
         settings: m.settings,
     };
     out.result(&report, || text(&report))
@@ -121,6 +126,7 @@ struct Measured {
     peak: Option<u64>,
     cold_start: ColdStart,
     routing_load: Option<RoutingLoad>,
+    residency: ResidencyReport,
 }
 
 /// Opens the model, generates, and closes it.
@@ -148,7 +154,7 @@ fn measure(
     }
     let files = weight_files(&source);
     let open_files_s = started.elapsed().as_secs_f64();
-    let engine = Engine::open(&source, options, bar)?;
+    let engine = Engine::open(&source, options, bar).map_err(model::refused)?;
     drop(source);
     bar.finish();
     let (settings, predicted, open) = (
@@ -165,9 +171,11 @@ fn measure(
         max_tokens: Some(args.tokens as usize),
         ..Request::default()
     };
+    let residency = engine.residency();
     let mut session = engine.into_session();
     let before_s = started.elapsed().as_secs_f64();
     let answer = session.generate(&request, &mut NoText, &AtomicBool::new(false), &mut |_| {})?;
+    let residency = ResidencyReport::new(&settings, &residency);
     let peak = watch.peak_bytes();
     drop(watch);
     let routing_load = match args.routing_load {
@@ -196,6 +204,7 @@ fn measure(
         peak,
         cold_start,
         routing_load,
+        residency,
     })
 }
 
@@ -307,6 +316,9 @@ fn text(r: &DecodeReport) -> String {
     }
     if let Some(load) = &r.routing_load {
         out.push_str(&routing(load));
+    }
+    if let Some(line) = residency_line(&r.residency) {
+        out.push_str(&format!("{line}\n"));
     }
     let s = &r.settings;
     out.push_str(&format!(

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use horizon_models::chat::{ChatTemplate, Message, RenderOptions};
 use horizon_runtime::engine::OpenTimings;
+use horizon_runtime::residency::{Residency, ResidencyReport};
 use horizon_runtime::session::{Answer, Request, Session, StopReason};
 use horizon_runtime::text::TextFiles;
 use rustyline::DefaultEditor;
@@ -12,7 +13,7 @@ use rustyline::error::ReadlineError;
 use serde::Serialize;
 
 use super::model;
-use super::report::{ResolvedPlan, TimingReport, summary};
+use super::report::{ResolvedPlan, TimingReport, residency_line, summary};
 use crate::args::ChatArgs;
 use crate::interrupt::Work;
 use crate::output::{CliError, Output, write_stdout};
@@ -31,6 +32,9 @@ struct TurnReport<'a> {
     stop_reason: StopReason,
     stop_string: Option<&'a str>,
     timings: TimingReport,
+    /// Counted since the first turn.
+    #[serde(flatten)]
+    residency: ResidencyReport,
     settings: &'a ResolvedPlan,
 }
 
@@ -52,6 +56,7 @@ pub fn chat(args: ChatArgs) -> Result<(), CliError> {
         template: text.chat_template()?,
         resolved: ResolvedPlan::new(&engine, &plan, true, false),
         open: engine.timings(),
+        residency: engine.residency(),
         session: engine.into_session(),
         text: &text,
         plan,
@@ -84,6 +89,7 @@ struct Conversation<'a> {
     template: ChatTemplate,
     resolved: ResolvedPlan,
     open: OpenTimings,
+    residency: Residency,
     session: Session,
     text: &'a TextFiles,
     plan: GenerationPlan,
@@ -157,6 +163,7 @@ impl Conversation<'_> {
             stop_reason: answer.stop,
             stop_string: answer.stop_string.as_deref(),
             timings: TimingReport::new(self.open, answer, prompt.len()),
+            residency: ResidencyReport::new(self.resolved.engine(), &self.residency),
             settings: &self.resolved,
         };
         self.out.result(&report, || {
@@ -167,6 +174,9 @@ impl Conversation<'_> {
             }
         })?;
         self.out.note(&summary(answer, prompt.len(), None));
+        if let Some(line) = residency_line(&report.residency) {
+            self.out.note(&line);
+        }
         Ok(())
     }
 }

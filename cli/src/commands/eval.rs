@@ -43,7 +43,7 @@ pub fn logits(args: LogitsArgs) -> Result<(), CliError> {
     }
     fits("--tokens", tokens.len(), options.context.unwrap_or(spec.context))?;
     options.context.get_or_insert(tokens.len());
-    let mut engine = Engine::open(&source, &options, &bar)?;
+    let mut engine = Engine::open(&source, &options, &bar).map_err(model::refused)?;
     bar.finish();
     engine
         .notes()
@@ -95,7 +95,7 @@ pub fn perplexity(args: PerplexityArgs) -> Result<(), CliError> {
     )?;
     options.context.get_or_insert(args.window);
     let ids = tokenizer(&source)?.encode(&text, false)?;
-    let mut engine = Engine::open(&source, &options, &bar)?;
+    let mut engine = Engine::open(&source, &options, &bar).map_err(model::refused)?;
     engine
         .notes()
         .iter()

@@ -194,7 +194,7 @@ fn collect(
     let spec = source.spec();
     let encoding = engine::encoding(source, options.experts);
     let layout = RecordLayout::new(spec, encoding);
-    let host_memory = predict_host_memory(source, options)?;
+    let host_memory = predict_host_memory(source, options).map_err(model::refused)?;
     let context = options
         .context
         .unwrap_or(spec.context.min(engine::DEFAULT_CONTEXT));

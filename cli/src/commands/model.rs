@@ -8,7 +8,7 @@ use horizon_core::artifact::Progress;
 use horizon_models::demo;
 use horizon_models::hub::{self, HubError, HubSettings, RepoId};
 use horizon_models::source::ModelSource;
-use horizon_runtime::engine::{Engine, EngineOptions};
+use horizon_runtime::engine::{Engine, EngineError, EngineOptions, LoadedEngine};
 use horizon_runtime::text::TextFiles;
 
 use crate::args::hub_variable;
@@ -99,11 +99,21 @@ pub fn load(
 ) -> Result<(Engine, TextFiles), CliError> {
     let (engine, text) = std::thread::scope(|scope| {
         let text = scope.spawn(|| TextFiles::load(&source));
-        (Engine::open(&source, options, bar), text.join())
+        (LoadedEngine::load(&source, options, bar), text.join())
     });
     bar.finish();
-    let engine = engine?;
+    let loaded = engine.map_err(refused)?;
     let text = text.map_err(|_| CliError::failed("the tokenizer could not be loaded (it panicked)"))??;
+    drop(source);
+    let engine = loaded.admit().map_err(refused)?;
     engine.notes().iter().for_each(|n| bar.note(n));
     Ok((engine, text))
+}
+
+/// An engine that cannot be had; a cache that no machine could give is a mistake in the command line.
+pub fn refused(error: EngineError) -> CliError {
+    match error {
+        EngineError::Residency(e) if e.is_mistake() => CliError::usage(e.to_string()),
+        error => error.into(),
+    }
 }

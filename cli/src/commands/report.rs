@@ -1,7 +1,9 @@
 //! What `run` and `chat` say about an answer.
 
+use horizon_core::observe::Observation;
 use horizon_runtime::engine::{Engine, OpenTimings, Settings};
 use horizon_runtime::process::ResidentMemory;
+use horizon_runtime::residency::ResidencyReport;
 use horizon_runtime::session::{Answer, StopReason, Timings};
 use serde::Serialize;
 
@@ -31,6 +33,11 @@ impl ResolvedPlan {
             special_tokens: if special_shown { "show" } else { "hide" },
         }
     }
+
+    /// The engine's part.
+    pub fn engine(&self) -> &Settings {
+        &self.engine
+    }
 }
 
 /// Times of an answer.
@@ -59,6 +66,26 @@ impl TimingReport {
             decode_tokens_per_second: answer.decode_tokens_per_second(),
         }
     }
+}
+
+/// The line about the cache, if there is one.
+pub fn residency_line(r: &ResidencyReport) -> Option<String> {
+    let (capacity, policy) = r.settings.capacity.zip(r.settings.policy)?;
+    let total = &r.observations.total;
+    let (Observation::Observed(hits), Observation::Observed(misses), Observation::Observed(moved)) =
+        (total.hits, total.misses, total.h2d_bytes)
+    else {
+        return None;
+    };
+    let asked = hits + misses;
+    let rate = match asked {
+        0 => "-".into(),
+        _ => format!("{:.1} %", hits as f64 / asked as f64 * 100.0),
+    };
+    Some(format!(
+        "{capacity} experts a layer resident, {policy} · hit rate {rate} ({hits} of {asked}) · {} moved to slots",
+        bytes(moved)
+    ))
 }
 
 /// The line after an answer.

@@ -7,12 +7,13 @@ use std::sync::atomic::Ordering;
 use horizon_core::artifact::Progress;
 use horizon_models::chat::{Message, RenderOptions};
 use horizon_runtime::process::ResidentMemory;
+use horizon_runtime::residency::ResidencyReport;
 use horizon_runtime::session::{Answer, Request, StopReason};
 use horizon_runtime::text::TextFiles;
 use serde::Serialize;
 
 use super::model;
-use super::report::{ResolvedPlan, TimingReport, summary};
+use super::report::{ResolvedPlan, TimingReport, residency_line, summary};
 use crate::args::{RunArgs, SpecialTokens};
 use crate::interrupt::Work;
 use crate::output::{CliError, Output, write_stdout};
@@ -28,6 +29,8 @@ struct RunReport<'a> {
     stop_string: Option<&'a str>,
     timings: TimingReport,
     memory: ResidentMemory,
+    #[serde(flatten)]
+    residency: ResidencyReport,
     settings: &'a ResolvedPlan,
     notes: &'a [String],
 }
@@ -67,6 +70,7 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
     if echo && !out.is_json() {
         write_stdout(&prompt)?;
     }
+    let residency = engine.residency();
     let mut session = engine.into_session();
     let answer = generate(&mut session, &request, &text, special_shown, out)?;
     let report = RunReport {
@@ -77,6 +81,7 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
         stop_string: answer.stop_string.as_deref(),
         timings: TimingReport::new(open_timings, &answer, request.prompt.len()),
         memory: ResidentMemory::now(),
+        residency: ResidencyReport::new(resolved.engine(), &residency),
         settings: &resolved,
         notes: &notes,
     };
@@ -89,6 +94,9 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
     })?;
     let seed = (!plan.sampling.is_greedy()).then_some(plan.sampling.seed);
     out.note(&summary(&answer, request.prompt.len(), seed));
+    if let Some(line) = residency_line(&report.residency) {
+        out.note(&line);
+    }
     if answer.stop == StopReason::Cancelled {
         Err(CliError::Interrupted)
     } else {

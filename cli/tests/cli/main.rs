@@ -13,6 +13,7 @@ mod measures;
 )]
 mod mock_hub;
 mod models;
+mod residency;
 
 use std::fs;
 use std::io::Write;
