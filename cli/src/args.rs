@@ -120,9 +120,18 @@ pub struct ExecutionArgs {
     /// Positions of the context [default: the model's, at most 4096]
     #[arg(long, value_name = "N")]
     pub ctx: Option<NonZeroUsize>,
-    /// Threads [default: all cores]
-    #[arg(long, value_name = "N")]
+    /// Threads, at most 1024 [default: all cores]
+    #[arg(long, value_name = "N", value_parser = thread_count)]
     pub threads: Option<NonZeroUsize>,
+}
+
+/// A number of threads that a machine can start.
+fn thread_count(text: &str) -> Result<NonZeroUsize, String> {
+    let most = horizon_core::cpu::MAX_THREADS;
+    let count: Option<NonZeroUsize> = text.parse().ok();
+    count
+        .filter(|n| n.get() <= most)
+        .ok_or_else(|| format!("must be 1 to {most}"))
 }
 
 /// Which experts are resident.
@@ -277,8 +286,8 @@ pub struct PackArgs {
     pub force: bool,
     #[command(flatten)]
     pub packing: PackingArgs,
-    /// Threads [default: all cores]
-    #[arg(long, value_name = "N")]
+    /// Threads, at most 1024 [default: all cores]
+    #[arg(long, value_name = "N", value_parser = thread_count)]
     pub threads: Option<NonZeroUsize>,
     #[command(flatten)]
     pub out: OutputArgs,
@@ -466,6 +475,7 @@ mod tests {
             &["run", "a", "--block", "48"],
             &["run", "a", "--backend", "tpu"],
             &["run", "a", "--threads", "0"],
+            &["run", "a", "--threads", "20000"],
             &["bench", "decode", "--tokens", "1"],
             &["pack", "dir"],
         ] {

@@ -9,5 +9,5 @@ pub mod step;
 pub mod tiling;
 pub mod transport;
 
-pub use fast::FastCpu;
+pub use fast::{FastCpu, MAX_THREADS};
 pub use reference::ReferenceCpu;
