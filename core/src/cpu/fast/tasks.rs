@@ -7,8 +7,8 @@ use crate::cpu::simd::Isa;
 use crate::cpu::simd::kernels::{Gemm, QpackedGemm, QpackedIntegerGemm, QpackedRows};
 use crate::cpu::tiling::TiledRows;
 
-/// Multiply-adds below which a product is not cut further: about the cost of handing a task to another thread.
-const SMALLEST_TASK: usize = 1 << 16;
+/// Multiply-adds below which a product is not cut further: a task of fewer costs more to hand to another thread than it saves.
+const SMALLEST_TASK: usize = 1 << 18;
 
 /// A piece of a product: consecutive rows of one matrix against all inputs.
 pub struct Task<'a> {
