@@ -1,14 +1,16 @@
 //! Generations: immutable maps of the whole model, and the reclamation of what they no longer hold.
 //!
 //! A generation lives as long as somebody holds it. A slot that a publication took out of the map becomes a spare
-//! when every generation that still shows it has been let go (C9). Readers therefore never look at a slot's state:
-//! what their generation maps to stays as it is while they hold the generation.
+//! when every generation that still shows it has been let go (C9): those from the one that put it into the map to the
+//! last before the one that took it out. An older or newer holder does not keep it. Readers therefore never look at a
+//! slot's state: what their generation maps to stays as it is while they hold the generation.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 
 use horizon_core::ids::GenerationId;
 use horizon_core::transport::SlotId;
 
+use crate::seeded::{Bug, seeded};
 use crate::sync::{Arc, Condvar, Mutex, Shared, lock};
 
 /// Slot of each expert of one layer.
@@ -85,47 +87,75 @@ pub struct Retirement {
 struct State {
     /// Generations that somebody holds, the current one included.
     alive: BTreeSet<GenerationId>,
-    /// Victims, with the last generation that shows them; ascending.
-    retiring: VecDeque<(GenerationId, Vec<SlotId>)>,
+    /// By slot: the generation that put it into the map.
+    born: Vec<GenerationId>,
+    /// Victims.
+    retiring: Vec<Victim>,
     /// Slots that nothing shows.
     spares: Vec<SlotId>,
 }
 
+/// A slot that the generations from `born` to `last` show, and no other.
+struct Victim {
+    slot: SlotId,
+    born: GenerationId,
+    last: GenerationId,
+}
+
 impl State {
-    fn reclaim(&mut self) {
-        let oldest = self.alive.first().copied();
-        while let Some((last, _)) = self.retiring.front() {
-            if oldest.is_some_and(|o| o <= *last) {
-                break;
+    /// Moves victims that nobody reads to the spares, and says whether there were any.
+    fn reclaim(&mut self) -> bool {
+        let (alive, spares) = (&self.alive, &mut self.spares);
+        let before = spares.len();
+        self.retiring.retain(|v| {
+            let read = alive.range(v.born..=v.last).next().is_some() && !seeded(Bug::FreeVictimsAtOnce);
+            if !read {
+                spares.push(v.slot);
             }
-            let (_, slots) = self.retiring.pop_front().expect("looked at above");
-            self.spares.extend(slots);
-        }
+            read
+        });
+        spares.len() > before
     }
 }
 
 impl Retirement {
-    /// Spares to begin with.
+    /// The first generation shows all of `slots` slots except `spares`.
     #[must_use]
-    pub fn with_spares(spares: Vec<SlotId>) -> Self {
+    pub fn new(slots: usize, spares: Vec<SlotId>) -> Self {
         let retirement = Self::default();
-        lock(&retirement.state).spares = spares;
+        let mut state = lock(&retirement.state);
+        state.born = vec![GenerationId(1); slots];
+        state.spares = spares;
+        drop(state);
         retirement
     }
 
-    /// `victims` are in no generation after `last`.
-    pub(crate) fn retire(&self, last: GenerationId, victims: Vec<SlotId>) {
+    /// Generation `next` has been published: it and its successors show `placed`, and `victims` no longer.
+    pub(crate) fn published(&self, next: GenerationId, placed: &[SlotId], victims: &[SlotId]) {
         let mut state = lock(&self.state);
-        state.retiring.push_back((last, victims));
-        state.reclaim();
-        self.changed.notify_all();
+        for slot in placed {
+            state.born[slot.index()] = next;
+        }
+        let last = GenerationId(next.0 - 1);
+        for slot in victims {
+            let born = state.born[slot.index()];
+            state.retiring.push(Victim {
+                slot: *slot,
+                born,
+                last,
+            });
+        }
+        if state.reclaim() {
+            self.changed.notify_all();
+        }
     }
 
     fn let_go(&self, id: GenerationId) {
         let mut state = lock(&self.state);
         state.alive.remove(&id);
-        state.reclaim();
-        self.changed.notify_all();
+        if state.reclaim() {
+            self.changed.notify_all();
+        }
     }
 
     /// Takes `n` spares, or none.
@@ -164,11 +194,7 @@ impl Retirement {
         let state = lock(&self.state);
         Census {
             spares: state.spares.clone(),
-            retiring: state
-                .retiring
-                .iter()
-                .flat_map(|(_, s)| s.iter().copied())
-                .collect(),
+            retiring: state.retiring.iter().map(|v| v.slot).collect(),
             generations: state.alive.len(),
         }
     }

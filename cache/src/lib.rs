@@ -10,7 +10,7 @@
 //!     │  └─────────────────┘ failure before           ▼
 //!     │        publication (poisoned)              retiring
 //!     └───────────────────────────────────────────────┘
-//!        the last holder of a generation that shows it has let go
+//!        no generation that shows it is held any more
 //! ```
 //!
 //! A miss, from the request to the lease:
@@ -29,7 +29,7 @@
 //! | --- | --- |
 //! | C1 the host store is complete before admission, its source closed | [`host_store`] |
 //! | C2 it never changes: no mutable access, read-only pages | [`host_store`] |
-//! | C3 capacity, spares and staging are fixed before admission | [`resident_v1::Geometry`] |
+//! | C3 capacity, spares and staging are fixed before admission | [`geometry`] |
 //! | C4 a step captures one generation; acquiring a missing group moves its hold | [`resident_v1`] |
 //! | C5 an all-hit group takes no lock that a miss can hold | [`resident_v1`] |
 //! | C6 a miss reserves bounded staging and spares, or waits; a waiting holder blocks nobody | `miss` |
@@ -45,14 +45,25 @@
 //! This crate knows no model mathematics and no GPU API.
 
 pub mod access;
+#[cfg(doctest)]
+mod compile_fail;
 pub mod generation;
+pub mod geometry;
 pub mod host_store;
+mod lease;
 mod miss;
 pub mod policy;
 pub mod report;
 pub mod resident_v1;
+#[cfg(not(loom))]
+mod seeded;
+#[cfg(loom)]
+pub mod seeded;
+#[cfg(all(feature = "sim", not(loom)))]
+pub mod sim;
 pub mod sync;
 
+pub use geometry::{Geometry, SetupError};
 pub use host_store::{HostRecords, HostStore};
 pub use policy::Policy;
-pub use resident_v1::{Geometry, INITIAL_PLACEMENT, PROFILE, ResidentV1, SetupError};
+pub use resident_v1::{INITIAL_PLACEMENT, PROFILE, ResidentV1};

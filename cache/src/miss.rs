@@ -1,14 +1,18 @@
 //! A miss transaction: reserve, stage, copy, publish or abort. Serialized (C11).
 
 use horizon_core::ids::ExpertId;
-use horizon_core::transport::{Completion, Copy, Moment, Publish, SlotId, StagingId, TransportError};
+use horizon_core::transport::{
+    Completion, Copy, Moment, Publish, SlotId, StagingId, Transport, TransportError,
+};
 
-use crate::resident_v1::{CacheError, ResidentV1, Snapshot};
+use crate::lease::Snapshot;
+use crate::resident_v1::{CacheError, ResidentV1};
+use crate::seeded::{Bug, seeded};
 use crate::sync::Arc;
 
 /// What only the holder of the miss lock touches.
 pub(crate) struct MissState {
-    /// The completion of the copy that last read each staging buffer (C7).
+    /// The completion of the copy that reads each staging buffer (C7). Between transactions none does.
     pub staging: Vec<Completion>,
     /// The buffer to use next: buffers go round.
     pub next: usize,
@@ -35,14 +39,23 @@ impl Transaction<'_> {
         current: &Arc<Snapshot>,
         missing: &[ExpertId],
     ) -> Result<Arc<Snapshot>, CacheError> {
-        let slots = self.reserve(missing.len())?;
+        let slots = self.reserve(missing.len()).inspect_err(|e| {
+            if matches!(e, CacheError::Failed(_)) {
+                self.cache.counters(self.layer).failures.add(1);
+            }
+        })?;
         let (map, victims) = self.successor(current, missing, &slots);
-        let generation = current.generation.successor(self.layer, map);
+        let next = Arc::new(Snapshot {
+            generation: current.generation.successor(self.layer, map),
+        });
         let publish = Publish {
             layer: self.cache.geometry().layers[self.layer],
-            generation: generation.id(),
-            row: generation.layer(self.layer).clone(),
+            generation: next.generation.id(),
+            row: next.generation.layer(self.layer).clone(),
         };
+        if seeded(Bug::PublishBeforeCopies) {
+            self.cache.publish(next.clone());
+        }
         match self.transfer(missing, &slots, publish) {
             Ok(()) => {}
             Err(e) if e.moment == Moment::BeforePublication => {
@@ -58,27 +71,31 @@ impl Transaction<'_> {
         let counters = self.cache.counters(self.layer);
         counters.publications.add(1);
         counters.evictions.add(victims.len() as u64);
-        let last = current.generation.id();
-        let next = Arc::new(Snapshot { generation });
         self.cache.publish(next.clone());
-        self.cache.retirement().retire(last, victims);
+        let id = next.generation.id();
+        self.cache.retirement().published(id, &slots, &victims);
         Ok(next)
     }
 
     /// Takes `n` spares, waiting for readers to let go of victims if there are too few (C6).
     fn reserve(&mut self, n: usize) -> Result<Vec<SlotId>, CacheError> {
         let retirement = self.cache.retirement();
-        let mut waited = 0u32;
+        // Nobody would know whether the device still reads those slots.
+        let fault = |e: TransportError| CacheError::Fault(self.cache.fault(e.reason));
+        let (mut short, mut waited) = (false, 0);
         loop {
-            // Nobody would know whether the device still reads those slots.
-            self.cache
-                .drain()
-                .map_err(|e| CacheError::Fault(self.cache.fault(e.reason)))?;
+            self.cache.drain().map_err(fault)?;
             if let Some(slots) = retirement.take(n) {
                 return Ok(slots);
             }
-            if waited == 0 {
+            if !short {
+                short = true;
                 self.cache.counters(self.layer).lease_waits.add(1);
+            }
+            // Device work ends without anybody's help, and its end lets go of a generation.
+            if let Some(work) = self.cache.draining() {
+                self.cache.transport().wait(work).map_err(fault)?;
+                continue;
             }
             if waited == self.cache.patience() {
                 let census = retirement.census();
@@ -128,28 +145,36 @@ impl Transaction<'_> {
         publish: Publish,
     ) -> Result<(), TransportError> {
         let transport = self.cache.transport();
-        let counters = self.cache.counters(self.layer);
         let mut publish = Some(publish);
         let mut queued = Vec::with_capacity(missing.len());
         let mut outcome = Ok(());
         for (i, (expert, slot)) in missing.iter().zip(slots).enumerate() {
-            let buffer = self.state.next;
-            self.state.next = (buffer + 1) % self.state.staging.len();
-            let busy = self.state.staging[buffer];
-            if !transport.poll(busy).unwrap_or(true) {
-                counters.staging_waits.add(1);
-            }
-            // An error of an earlier copy of this group is met again below; one of an earlier group was met then.
-            let _ = transport.wait(busy);
+            let buffer = match self.buffer() {
+                Ok(buffer) => buffer,
+                Err(e) => {
+                    outcome = Err(e);
+                    break;
+                }
+            };
             let staging = StagingId(u32::try_from(buffer).expect("staging buffers are few"));
             transport.stage(staging, self.cache.store().record(self.layer, *expert));
-            let last = i + 1 == missing.len();
+            let mut then = None;
+            if i + 1 == missing.len() {
+                // A submission's publication waits for its own copies. Those before must have ended well, too:
+                // they had the time in which the last record was staged.
+                outcome = ended(transport, &mut queued);
+                if outcome.is_err() {
+                    break;
+                }
+                then = publish.take();
+            }
             let copy = Copy { staging, slot: *slot };
-            match transport.submit(&[copy], if last { publish.take() } else { None }) {
+            match transport.submit(&[copy], then) {
                 Ok(completion) => {
                     self.state.staging[buffer] = completion;
                     queued.push(completion);
-                    counters.h2d_bytes.add(transport.record_bytes() as u64);
+                    let bytes = transport.record_bytes() as u64;
+                    self.cache.counters(self.layer).h2d_bytes.add(bytes);
                 }
                 Err(e) => {
                     outcome = Err(e);
@@ -157,15 +182,40 @@ impl Transaction<'_> {
                 }
             }
         }
-        // All of them, also after an error: slots and buffers are free only when nothing is under way.
-        for completion in queued {
-            let ended = transport.wait(completion);
-            outcome = match (outcome, ended) {
-                (Err(a), Err(b)) if b.moment == Moment::AfterPublication && a.moment != b.moment => Err(b),
-                (Err(a), _) => Err(a),
-                (Ok(()), ended) => ended,
-            };
-        }
+        // Also after an error: slots and buffers are free only when nothing is under way.
+        let outcome = worse(outcome, ended(transport, &mut queued));
+        self.state.staging.fill(Completion::DONE);
         outcome
+    }
+
+    /// The next staging buffer, once the copy that reads it has ended (C7).
+    fn buffer(&mut self) -> Result<usize, TransportError> {
+        let transport = self.cache.transport();
+        let buffer = self.state.next;
+        self.state.next = (buffer + 1) % self.state.staging.len();
+        let busy = self.state.staging[buffer];
+        if !transport.poll(busy).unwrap_or(true) {
+            self.cache.counters(self.layer).staging_waits.add(1);
+        }
+        if !seeded(Bug::ReuseStagingAtOnce) {
+            transport.wait(busy)?;
+        }
+        Ok(buffer)
+    }
+}
+
+/// Waits for all of `queued`, whatever becomes of them, and gives the worst error.
+fn ended(transport: &dyn Transport, queued: &mut Vec<Completion>) -> Result<(), TransportError> {
+    queued
+        .drain(..)
+        .fold(Ok(()), |outcome, c| worse(outcome, transport.wait(c)))
+}
+
+/// The first error, or the second if only that one leaves readers in doubt.
+fn worse(a: Result<(), TransportError>, b: Result<(), TransportError>) -> Result<(), TransportError> {
+    match (a, b) {
+        (Err(a), Err(b)) if a.moment == Moment::BeforePublication && b.moment != a.moment => Err(b),
+        (Err(a), _) => Err(a),
+        (Ok(()), b) => b,
     }
 }

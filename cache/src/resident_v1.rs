@@ -1,122 +1,29 @@
 //! The profile `resident-qpacked-cache-v1`: an [`ExpertProvider`] that keeps a fixed number of experts a layer on
 //! the device and brings the others when they are asked for.
 
-use std::any::Any;
-
-use horizon_core::ids::{ExpertId, GenerationId, LayerId};
+use horizon_core::ids::{ExpertId, LayerId};
 use horizon_core::observe::ProcessMark;
-use horizon_core::provider::{
-    AcquireError, CacheFault, ExpertProvider, GroupLease, Hold, RoutedGroup, SlotAddress,
-};
+use horizon_core::provider::{AcquireError, CacheFault, ExpertProvider, GroupLease, Hold, RoutedGroup};
 use horizon_core::transport::{Completion, SlotId, Transport, TransportError};
 use thiserror::Error;
 
 use crate::access::AccessTable;
 use crate::generation::{Census, Generation, LayerMap, Retirement};
+use crate::geometry::ascending;
 use crate::host_store::HostRecords;
+use crate::lease::{Lease, Snapshot, held, held_by, nothing_held};
 use crate::miss::{MissState, Transaction};
 use crate::policy::Policy;
 use crate::report::{LayerCounters, Observations, observations};
+use crate::seeded::{Bug, seeded};
 use crate::sync::{Arc, AtomicBool, Mutex, Ordering, Shared, Swap, lock};
+
+pub use crate::geometry::{Geometry, SetupError};
 
 /// Name of the profile.
 pub const PROFILE: &str = "resident-qpacked-cache-v1";
 /// How the device is filled before admission: experts 0 to c − 1 of every layer.
 pub const INITIAL_PLACEMENT: &str = "canonical: the first c experts of each layer";
-
-/// Sizes that are fixed before admission, for the life of the process (C3).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Geometry {
-    /// Layers with routed experts.
-    pub layers: Vec<LayerId>,
-    /// E.
-    pub experts: usize,
-    /// k.
-    pub top_k: usize,
-    /// c: resident slots a layer.
-    pub capacity: usize,
-    /// Spare slots, shared by all layers.
-    pub spares: usize,
-}
-
-impl Geometry {
-    /// Slots in all.
-    #[must_use]
-    pub fn slots(&self) -> usize {
-        self.layers.len() * self.capacity + self.spares
-    }
-
-    /// Experts below this id stay under [`Policy::Static`].
-    #[must_use]
-    pub fn pinned(&self) -> u32 {
-        u32::try_from(self.capacity - self.top_k).unwrap_or(u32::MAX)
-    }
-
-    /// Checks what C3 asks.
-    ///
-    /// # Errors
-    /// [`SetupError`] with the numbers.
-    pub fn check(&self) -> Result<(), SetupError> {
-        if self.capacity < self.top_k || self.capacity > self.experts {
-            return Err(SetupError::Capacity {
-                capacity: self.capacity,
-                top_k: self.top_k,
-                experts: self.experts,
-            });
-        }
-        if self.spares < self.top_k {
-            return Err(SetupError::Spares {
-                spares: self.spares,
-                top_k: self.top_k,
-            });
-        }
-        Ok(())
-    }
-}
-
-/// A cache that cannot be set up.
-#[derive(Debug, Error, PartialEq, Eq)]
-pub enum SetupError {
-    /// Capacity outside k..=E.
-    #[error(
-        "capacity {capacity}: -c is the number of resident experts in each layer, {top_k} (a token's experts) to \
-         {experts} (all of them); the length of the context is --ctx"
-    )]
-    Capacity {
-        /// c.
-        capacity: usize,
-        /// k.
-        top_k: usize,
-        /// E.
-        experts: usize,
-    },
-    /// Too few spares.
-    #[error("{spares} spare slots cannot hold the {top_k} experts of one token")]
-    Spares {
-        /// Spares.
-        spares: usize,
-        /// k.
-        top_k: usize,
-    },
-    /// The transport's numbers are not the geometry's.
-    #[error("the device has {found} {what}, {needed} are needed")]
-    Device {
-        /// What.
-        what: &'static str,
-        /// How many there are.
-        found: usize,
-        /// How many there must be.
-        needed: usize,
-    },
-    /// The device could not be filled.
-    #[error("the first experts could not be brought to the device: {0}")]
-    Transfer(#[from] TransportError),
-}
-
-/// One generation, as holders share it.
-pub struct Snapshot {
-    pub(crate) generation: Generation,
-}
 
 /// A group that could not be had.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -168,6 +75,13 @@ impl ResidentV1 {
                 return Err(SetupError::Device { what, found, needed });
             }
         }
+        for layer in 0..geometry.layers.len() {
+            let (found, needed) = (transport.record_bytes(), store.record(layer, ExpertId(0)).len());
+            if found != needed {
+                let what = "bytes in a slot and in a staging buffer";
+                return Err(SetupError::Device { what, found, needed });
+            }
+        }
         let mut state = MissState {
             staging: vec![Completion::DONE; transport.staging_buffers()],
             next: 0,
@@ -185,10 +99,13 @@ impl ResidentV1 {
                     .collect(),
             );
         }
-        for busy in &state.staging {
-            transport.wait(*busy)?;
+        for busy in &mut state.staging {
+            transport.wait(std::mem::replace(busy, Completion::DONE))?;
         }
-        let retirement = Arc::new(Retirement::with_spares(slots.take(geometry.spares).collect()));
+        let retirement = Arc::new(Retirement::new(
+            geometry.slots(),
+            slots.take(geometry.spares).collect(),
+        ));
         let first = Snapshot {
             generation: Generation::first(maps, &retirement),
         };
@@ -278,6 +195,11 @@ impl ResidentV1 {
         error.map_or(Ok(()), Err)
     }
 
+    /// The device work that the longest waiting of those generations waits for.
+    pub(crate) fn draining(&self) -> Option<Completion> {
+        lock(&self.draining).first().map(|(completion, _)| *completion)
+    }
+
     pub(crate) fn access(&self) -> &AccessTable {
         &self.access
     }
@@ -296,6 +218,9 @@ impl ResidentV1 {
 
     /// Faults the cache: the first reason stays (C13).
     pub(crate) fn fault(&self, reason: String) -> String {
+        if seeded(Bug::FaultBeforeReason) {
+            self.faulted.store(true, Ordering::Release);
+        }
         let mut first = lock(&self.reason);
         let reason = first.get_or_insert(reason).clone();
         // Release: whoever sees the flag sees the reason.
@@ -314,9 +239,14 @@ impl ResidentV1 {
     /// Gives up a hold: now, or when the device has passed `after` (C9).
     fn let_go(&self, hold: Hold, after: Completion) {
         if after != Completion::DONE
+            && !seeded(Bug::ForgetDeviceWork)
             && let Some(snapshot) = held(&hold)
         {
             lock(&self.draining).push((after, snapshot));
+            // Here, too: a long run of hits has no miss that would do it.
+            if let Err(e) = self.drain() {
+                self.fault(e.reason);
+            }
         }
     }
 
@@ -371,6 +301,9 @@ impl ResidentV1 {
         };
         let layer = self.geometry.layers.binary_search(&group.layer);
         let layer = layer.map_err(|_| fault("the layer has no routed experts".into()))?;
+        if !ascending(group.experts) {
+            return Err(fault("a group's experts are distinct and ascending".into()));
+        }
         match group.experts.last() {
             Some(e) if e.index() >= self.geometry.experts => Err(fault(format!("there is no {e}"))),
             _ => Ok(layer),
@@ -415,38 +348,15 @@ fn place(
     Ok(())
 }
 
-struct Lease {
-    addresses: Vec<SlotAddress>,
-    /// While this generation is held, none of its slots is written.
-    _holds: Arc<Snapshot>,
-}
+/// Faults the cache unless it is disarmed: nobody knows what a transaction that panicked has left behind.
+struct FaultOnPanic<'a>(Option<&'a ResidentV1>);
 
-impl GroupLease for Lease {
-    fn wait(&self) -> Result<&[SlotAddress], CacheFault> {
-        Ok(&self.addresses)
+impl Drop for FaultOnPanic<'_> {
+    fn drop(&mut self) {
+        if let Some(cache) = self.0 {
+            cache.fault("a miss transaction panicked".into());
+        }
     }
-}
-
-/// What [`Hold::keep`] is here: a generation, or nothing while its holder waits in the miss queue.
-struct Held(Option<Arc<Snapshot>>);
-
-fn held_by(snapshot: Arc<Snapshot>) -> Hold {
-    Hold {
-        generation: snapshot.generation.id(),
-        keep: Shared::new(Held(Some(snapshot))),
-    }
-}
-
-fn nothing_held() -> Hold {
-    Hold {
-        generation: GenerationId(0),
-        keep: Shared::new(Held(None)),
-    }
-}
-
-fn held(hold: &Hold) -> Option<Arc<Snapshot>> {
-    let keep: &(dyn Any + Send + Sync) = hold.keep.as_ref();
-    keep.downcast_ref::<Held>().and_then(|h| h.0.clone())
 }
 
 impl ExpertProvider for ResidentV1 {
@@ -487,12 +397,19 @@ impl ExpertProvider for ResidentV1 {
         }
         // The hold is let go before queueing for the miss lock: whoever waits here keeps no slot from becoming a
         // spare, except those that the device still reads until `passed` (C6).
-        self.let_go(std::mem::replace(hold, nothing_held()), passed);
+        let early = seeded(Bug::LookBeforeQueueing).then(|| self.current.load());
+        if !seeded(Bug::KeepHoldWhileQueueing) {
+            self.let_go(std::mem::replace(hold, nothing_held()), passed);
+        }
         let mut state = lock(&self.miss);
-        self.check_fault(group.layer)?;
+        if !seeded(Bug::MissFaultWhileQueueing) {
+            self.check_fault(group.layer)?;
+        }
         // What the group misses is decided here, where nobody else publishes.
-        let current = self.current.load();
+        let current = early.unwrap_or_else(|| self.current.load());
+        let mut guard = FaultOnPanic(Some(self));
         let outcome = self.bring(&mut state, layer, group, &current);
+        guard.0 = None;
         *hold = held_by(match &outcome {
             Ok((next, _)) => next.clone(),
             Err(_) => current,

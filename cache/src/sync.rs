@@ -36,14 +36,17 @@ mod real {
     pub struct Swap<T>(Mutex<Arc<T>>);
 
     impl<T> Swap<T> {
+        /// Holds `value`.
         pub fn new(value: Arc<T>) -> Self {
             Self(Mutex::new(value))
         }
 
+        /// The current value.
         pub fn load(&self) -> Arc<T> {
             self.0.lock().expect("no holder panics").clone()
         }
 
+        /// Replaces the value.
         pub fn store(&self, value: Arc<T>) {
             *self.0.lock().expect("no holder panics") = value;
         }

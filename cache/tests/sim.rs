@@ -1,0 +1,64 @@
+//! The cache on a simulated device: more than a million transactions with faults at every step, each byte that a
+//! reader sees compared with the host store, every oracle asked after each step.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::thread;
+
+use horizon_cache::sim::faults::Faults;
+use horizon_cache::sim::workload::{Summary, Workload};
+
+/// One life of a cache; a failure says which.
+fn life(seed: u64, faults: Faults, steps: usize) -> Summary {
+    match catch_unwind(AssertUnwindSafe(|| Workload::new(seed, faults).run(steps))) {
+        Ok(summary) => summary,
+        Err(panic) => {
+            eprintln!("seed {seed}: Workload::new({seed}, {faults:?}).run({steps}) fails");
+            resume_unwind(panic)
+        }
+    }
+}
+
+/// Lives from `first` on until there were `transactions`, on two threads.
+fn lives(first: u64, faults: Faults, transactions: u64) -> Summary {
+    let half = |first: u64| {
+        move || {
+            let mut total = Summary::default();
+            let mut seed = first;
+            while total.transactions < transactions / 2 {
+                total += life(seed, faults, 3_000);
+                seed += 2;
+            }
+            total
+        }
+    };
+    let (a, b) = (thread::spawn(half(first)), thread::spawn(half(first + 1)));
+    let mut total = a.join().unwrap_or_else(|p| resume_unwind(p));
+    total += b.join().unwrap_or_else(|p| resume_unwind(p));
+    total
+}
+
+#[test]
+fn a_million_transactions_with_faults() {
+    let total = lives(1, Faults::MIXED, 1_000_000);
+    println!("{total:?}");
+    assert!(total.transactions >= 1_000_000);
+    // The run has met everything that it is there for.
+    assert!(total.faulted > 100, "{total:?}");
+    assert!(total.retryable > 1_000, "{total:?}");
+    assert!(total.short > 1_000, "{total:?}");
+    assert!(total.waves > 10_000, "{total:?}");
+    assert!(total.hits > total.transactions / 4, "{total:?}");
+}
+
+#[test]
+fn without_faults_nothing_fails_but_for_readers_that_hold() {
+    let total = lives(1_000_001, Faults::NONE, 100_000);
+    assert_eq!(total.failed, total.short, "{total:?}");
+    assert_eq!(total.faulted, 0, "{total:?}");
+    assert_eq!((total.retryable, total.ambiguous), (0, 0));
+}
+
+#[test]
+fn a_seed_decides_everything() {
+    assert_eq!(life(7, Faults::MIXED, 2_000), life(7, Faults::MIXED, 2_000));
+}
