@@ -241,6 +241,12 @@ impl Checkpoint {
         &self.shards
     }
 
+    /// Whether there are tensors that only an artifact has.
+    #[must_use]
+    pub(crate) fn holds_packed_experts(&self) -> bool {
+        self.tensors.keys().any(|name| name.ends_with(".weight.codes"))
+    }
+
     /// Tensors of all weight files.
     #[must_use]
     pub fn tensor_count(&self) -> usize {

@@ -226,12 +226,22 @@ impl SequenceOutput {
             };
             views.push((stage.to_string(), self.view(dtype, *width, bytes)));
         }
+        // A rename would replace a device, a pipe or a link by a file.
+        if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
+            return Err(failed(io::Error::new(
+                io::ErrorKind::AlreadyExists,
+                "is not a regular file; give the path of a file to write",
+            )));
+        }
         let bytes = safetensors::serialize(views, None).map_err(|e| failed(io::Error::other(e)))?;
         let folder = path
             .parent()
             .filter(|p| !p.as_os_str().is_empty())
             .unwrap_or(Path::new("."));
-        let mut file = tempfile::NamedTempFile::new_in(folder).map_err(failed)?;
+        let mut builder = tempfile::Builder::new();
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let mut file = builder.tempfile_in(folder).map_err(failed)?;
         file.write_all(&bytes).map_err(failed)?;
         file.persist(path).map_err(|e| failed(e.error))?;
         Ok(())
@@ -255,6 +265,24 @@ mod tests {
             experts: &experts,
             chunk: 3,
         })
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn output_replaces_files_and_nothing_else() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (file, link) = (dir.path().join("out"), dir.path().join("link"));
+        let output = SequenceOutput {
+            positions: 1,
+            logits: vec![1.0, 2.0],
+            taps: BTreeMap::new(),
+        };
+        std::fs::write(&file, "old").expect("writes");
+        std::os::unix::fs::symlink(&file, &link).expect("links");
+        output.write_safetensors(&link).expect_err("a link stays a link");
+        assert_eq!(std::fs::read(&file).expect("reads"), b"old");
+        output.write_safetensors(&file).expect("a file is replaced");
+        assert!(std::fs::read(&file).expect("reads").len() > 8);
     }
 
     #[test]

@@ -117,8 +117,12 @@ pub enum GenerateError {
     EmptyPrompt,
     /// The prompt alone does not fit.
     #[error(
-        "the prompt has {tokens} tokens and the context holds {context}; shorten the prompt or raise --ctx \
-         (the model was made for {model_context})"
+        "the prompt has {tokens} tokens and the context holds {context}; shorten the prompt{}",
+        if context < model_context {
+            format!(" or raise --ctx (the model was made for {model_context})")
+        } else {
+            ": the model was made for no more".to_owned()
+        }
     )]
     PromptTooLong {
         /// Tokens of the prompt.

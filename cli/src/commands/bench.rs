@@ -144,7 +144,7 @@ fn measure(
     }
     let source = model::open(place, bar)?;
     let (asked, context) = (
-        (args.prompt_tokens + args.tokens) as usize,
+        args.prompt_tokens as usize + args.tokens as usize,
         context(source.spec(), options)?,
     );
     if asked > context {

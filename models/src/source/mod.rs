@@ -70,6 +70,12 @@ pub enum OpenError {
     /// There is no configuration.
     #[error("{}: there is no config.json; give the directory of a whole checkpoint or artifact", .0.display())]
     NoConfig(PathBuf),
+    /// Packed experts without the manifest that describes them.
+    #[error(
+        "{}: these weights are an artifact's, but there is no {MANIFEST_FILE}; pack the checkpoint again",
+        .0.display()
+    )]
+    NoManifest(PathBuf),
     /// The configuration cannot be used.
     #[error("{}: {source}", dir.display())]
     Config {
@@ -138,6 +144,7 @@ impl ModelSource {
         // A directory without weights and without a configuration is no checkpoint: the weights' message says so.
         match (checkpoint, path.join("config.json").exists()) {
             (Ok(_), false) => Err(OpenError::NoConfig(path.to_owned())),
+            (Ok(c), _) if c.holds_packed_experts() => Err(OpenError::NoManifest(path.to_owned())),
             (checkpoint, _) => Self::of_checkpoint(checkpoint?, Origin::Checkpoint),
         }
     }
