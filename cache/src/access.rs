@@ -15,6 +15,14 @@ pub struct Access {
     pub uses: u64,
 }
 
+impl Access {
+    /// The record after an acquisition at `now`.
+    pub(crate) fn touch(&mut self, now: u64) {
+        self.previous = std::mem::replace(&mut self.last, now);
+        self.uses += 1;
+    }
+}
+
 /// Access records of all experts of all layers. Touching takes no lock; records of one expert may be torn when
 /// two sequences touch it at once, which can only change a policy's choice, never a result.
 pub struct AccessTable {

@@ -53,6 +53,7 @@ pub mod host_store;
 mod lease;
 mod miss;
 pub mod policy;
+pub mod replay;
 pub mod report;
 pub mod resident_v1;
 #[cfg(not(loom))]
@@ -62,6 +63,7 @@ pub mod seeded;
 #[cfg(all(feature = "sim", not(loom)))]
 pub mod sim;
 pub mod sync;
+pub mod trace;
 
 pub use geometry::{Geometry, SetupError};
 pub use host_store::{HostRecords, HostStore};
