@@ -56,9 +56,9 @@ pub mod policy;
 pub mod replay;
 pub mod report;
 pub mod resident_v1;
-#[cfg(not(loom))]
+#[cfg(not(any(loom, feature = "sim")))]
 mod seeded;
-#[cfg(loom)]
+#[cfg(any(loom, feature = "sim"))]
 pub mod seeded;
 #[cfg(all(feature = "sim", not(loom)))]
 pub mod sim;

@@ -1,7 +1,8 @@
-//! Wrong orderings that the loom models must catch, so that it is known that the models can fail. Outside of loom
-//! every question is answered with a constant `false`, and nothing of this is compiled in.
+//! Mistakes that the loom models and the oracles of the simulation must catch, so that it is known that they can fail.
+//! Outside of loom and of the feature `sim` every question is answered with a constant `false`, and nothing of this is
+//! compiled in.
 
-/// A mistake that a model puts into the protocol.
+/// A mistake that a test puts into the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bug {
     /// Victims become spares at the publication, whoever still holds a generation that shows them.
@@ -20,20 +21,24 @@ pub enum Bug {
     FaultBeforeReason,
     /// A hold is let go without waiting for the device work that reads it.
     ForgetDeviceWork,
+    /// A group is published although one of its copies has failed.
+    PublishAfterFailure,
+    /// The slots of a transaction that failed are given back as they are.
+    LeaveHalfRecords,
 }
 
-#[cfg(loom)]
+#[cfg(any(loom, feature = "sim"))]
 mod model {
     use super::Bug;
     use std::cell::Cell;
 
-    // A model runs all its threads on the thread that started it.
+    // A loom model runs all its threads on the thread that started it; a simulation has one.
     std::thread_local! {
         static SEEDED: Cell<Option<Bug>> = const { Cell::new(None) };
     }
 
-    /// Runs `model` with `bug` in the protocol.
-    pub fn with(bug: Bug, model: impl FnOnce()) {
+    /// Runs `test` with `bug` in the protocol.
+    pub fn with<T>(bug: Bug, test: impl FnOnce() -> T) -> T {
         struct Remove;
         impl Drop for Remove {
             fn drop(&mut self) {
@@ -42,7 +47,7 @@ mod model {
         }
         SEEDED.set(Some(bug));
         let _remove = Remove;
-        model();
+        test()
     }
 
     pub(crate) fn seeded(bug: Bug) -> bool {
@@ -50,12 +55,12 @@ mod model {
     }
 }
 
-#[cfg(loom)]
+#[cfg(any(loom, feature = "sim"))]
 pub(crate) use model::seeded;
-#[cfg(loom)]
+#[cfg(any(loom, feature = "sim"))]
 pub use model::with;
 
-#[cfg(not(loom))]
+#[cfg(not(any(loom, feature = "sim")))]
 pub(crate) const fn seeded(_: Bug) -> bool {
     false
 }

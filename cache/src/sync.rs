@@ -43,12 +43,12 @@ mod real {
 
         /// The current value.
         pub fn load(&self) -> Arc<T> {
-            self.0.lock().expect("no holder panics").clone()
+            super::lock(&self.0).clone()
         }
 
         /// Replaces the value.
         pub fn store(&self, value: Arc<T>) {
-            *self.0.lock().expect("no holder panics") = value;
+            *super::lock(&self.0) = value;
         }
     }
 }

@@ -4,6 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::thread;
 
+use horizon_cache::seeded::{Bug, with};
 use horizon_cache::sim::faults::Faults;
 use horizon_cache::sim::workload::{Summary, Workload};
 
@@ -61,4 +62,33 @@ fn without_faults_nothing_fails_but_for_readers_that_hold() {
 #[test]
 fn a_seed_decides_everything() {
     assert_eq!(life(7, Faults::MIXED, 2_000), life(7, Faults::MIXED, 2_000));
+}
+
+/// What the oracles say of `bug`, within a few lives.
+fn caught(bug: Bug, faults: Faults) -> String {
+    for seed in 0..500 {
+        let life = || with(bug, || Workload::new(seed, faults).run(500));
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(life)) {
+            return match panic.downcast::<String>() {
+                Ok(said) => *said,
+                Err(_) => panic!("{bug:?}: the oracles speak in sentences"),
+            };
+        }
+    }
+    panic!("{bug:?} goes unseen")
+}
+
+#[test]
+fn the_oracles_see_what_they_are_there_for() {
+    for (bug, faults, clause) in [
+        (Bug::FreeVictimsAtOnce, Faults::NONE, "C9: "),
+        (Bug::ForgetDeviceWork, Faults::NONE, "C9: "),
+        (Bug::ReuseStagingAtOnce, Faults::NONE, "C7: "),
+        (Bug::PublishBeforeCopies, Faults::MIXED, "C12: "),
+        (Bug::PublishAfterFailure, Faults::MIXED, "C8: "),
+        (Bug::LeaveHalfRecords, Faults::MIXED, "C12: "),
+    ] {
+        let said = caught(bug, faults);
+        assert!(said.contains(clause), "{bug:?}: {said}");
+    }
 }

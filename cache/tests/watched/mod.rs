@@ -74,8 +74,8 @@ impl Device {
     }
 
     fn copy(&self, copy: Copy) {
-        // SAFETY: loom fails the model if anybody writes the buffer or touches the slot meanwhile.
         self.staging[copy.staging.index()].with(|from| {
+            // SAFETY: loom fails the model if anybody writes the buffer or touches the slot meanwhile.
             self.slots[copy.slot.index()].with_mut(|to| unsafe { *to = *from });
         });
     }
