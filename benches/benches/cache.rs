@@ -161,7 +161,11 @@ fn acquire(criterion: &mut Criterion) {
                     experts: &experts(first),
                 };
                 let mut hold = b.cache.capture();
-                drop(b.cache.acquire(&mut hold, &group, Completion::DONE).expect("brought"));
+                drop(
+                    b.cache
+                        .acquire(&mut hold, &group, Completion::DONE)
+                        .expect("brought"),
+                );
                 b.cache.release(hold, Completion::DONE);
             }
         });
