@@ -14,6 +14,7 @@ use horizon_cache::trace::{Trace, TraceHeader, TraceWriter, VERSION};
 use horizon_cache::{Geometry, HostRecords, Policy, ResidentV1};
 use horizon_core::cpu::transport::HostTransport;
 use horizon_core::ids::{ExpertId, LayerId};
+use horizon_core::memory::AnonymousMemory;
 use horizon_core::provider::{ExpertProvider, RoutedGroup};
 use horizon_core::qpacked::BlockSize;
 use horizon_core::record::{ExpertEncoding, RecordLayout};
@@ -219,17 +220,18 @@ fn pipeline(criterion: &mut Criterion) {
             b.cache.release(hold, Completion::DONE);
         });
     });
-    let mut staging = [vec![0u8; record], vec![0u8; record]];
-    let mut slots = vec![vec![0u8; record]; 2 * TOP_K];
+    // Memory of the same kind as the transport's.
+    let memory = |cells: usize| AnonymousMemory::zeroed(cells * record).expect("memory for the copies");
+    let (mut staging, mut slots) = (memory(2), memory(2 * TOP_K));
     figures.time("8 records by two plain copies", bytes, Threads::One, || {
         next = 1 - next;
         timed(1, &mut || {
             for (i, e) in groups[next].iter().enumerate() {
-                let buffer = &mut staging[i % 2];
+                let buffer = &mut staging.bytes_mut()[i % 2 * record..][..record];
                 buffer.copy_from_slice(b.records.record(0, *e));
-                slots[e.index()].copy_from_slice(buffer);
+                slots.bytes_mut()[e.index() * record..][..record].copy_from_slice(buffer);
             }
-            black_box(&slots);
+            black_box(slots.bytes());
         });
     });
     let [through, plain] = times.map(|t| t.get());
