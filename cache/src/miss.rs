@@ -131,10 +131,12 @@ impl Transaction<'_> {
             .filter(|(e, slot)| slot.is_some() && self.group.binary_search(e).is_err())
             .map(|(e, _)| (e, self.cache.access().get(self.layer, e)))
             .collect();
-        let victims = self
-            .cache
-            .policy()
-            .victims(&candidates, leaving, self.cache.geometry().pinned());
+        let victims = self.cache.policy().victims(
+            &candidates,
+            leaving,
+            self.cache.access().now(self.layer),
+            self.cache.geometry().pinned(),
+        );
         let freed = victims.iter().filter_map(|e| map[e.index()].take()).collect();
         for (e, slot) in missing.iter().zip(slots) {
             map[e.index()] = Some(*slot);

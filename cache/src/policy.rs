@@ -20,14 +20,14 @@ pub enum Policy {
     Lfu,
     /// The first experts of the initial placement stay, all but k; the others take turns, least recently used first.
     Static,
-    /// The one whose last use but one is longest ago goes first; an expert used once since it can be remembered goes
-    /// before every other, so that a scan over many experts does not flush those in steady use (LRU-2).
-    Lru2,
+    /// As `lfu`, but past uses lose half their weight with every 32 acquisitions of the layer, so that it follows the
+    /// text. A long prompt, which asks for nearly every expert, adds the same to all and flushes none.
+    LfuAging,
 }
 
 impl Policy {
     /// All policies.
-    pub const ALL: [Self; 4] = [Self::Lru, Self::Lfu, Self::Static, Self::Lru2];
+    pub const ALL: [Self; 4] = [Self::Lru, Self::Lfu, Self::Static, Self::LfuAging];
 
     /// Its name on the command line and in reports.
     #[must_use]
@@ -36,18 +36,19 @@ impl Policy {
             Self::Lru => "lru",
             Self::Lfu => "lfu",
             Self::Static => "static",
-            Self::Lru2 => "lru2",
+            Self::LfuAging => "lfu-aging",
         }
     }
 
-    /// What to compare: the smallest key goes first. `pinned` experts are those below that id.
+    /// What to compare: the smallest key goes first. `now` is the layer's time; `pinned` experts are those below that
+    /// id.
     #[must_use]
-    pub fn key(self, expert: ExpertId, access: Access, pinned: u32) -> (u64, u64, u32) {
+    pub fn key(self, expert: ExpertId, access: Access, now: u64, pinned: u32) -> (u64, u64, u32) {
         match self {
             Self::Lru => (access.last, 0, expert.0),
             Self::Lfu => (access.uses, access.last, expert.0),
             Self::Static => (u64::from(expert.0 < pinned), access.last, expert.0),
-            Self::Lru2 => (access.previous, access.last, expert.0),
+            Self::LfuAging => (access.aged(now), access.last, expert.0),
         }
     }
 
@@ -56,7 +57,13 @@ impl Policy {
     /// # Panics
     /// When there are fewer candidates.
     #[must_use]
-    pub fn victims(self, candidates: &[(ExpertId, Access)], n: usize, pinned: u32) -> Vec<ExpertId> {
+    pub fn victims(
+        self,
+        candidates: &[(ExpertId, Access)],
+        n: usize,
+        now: u64,
+        pinned: u32,
+    ) -> Vec<ExpertId> {
         assert!(
             n <= candidates.len(),
             "{n} victims asked of {} candidates",
@@ -64,7 +71,7 @@ impl Policy {
         );
         let mut keys: Vec<_> = candidates
             .iter()
-            .map(|(e, a)| (self.key(*e, *a, pinned), *e))
+            .map(|(e, a)| (self.key(*e, *a, now, pinned), *e))
             .collect();
         keys.sort_unstable();
         keys.truncate(n);
@@ -95,12 +102,13 @@ mod tests {
     use super::*;
 
     fn candidates() -> Vec<(ExpertId, Access)> {
-        let access = |last, previous, uses| Access { last, previous, uses };
+        let access = |last, uses, weight| Access { last, uses, weight };
         vec![
-            (ExpertId(0), access(9, 3, 5)),
-            (ExpertId(1), access(8, 7, 9)),
-            (ExpertId(4), access(10, 0, 1)),
-            (ExpertId(6), access(2, 1, 2)),
+            (ExpertId(0), access(90, 5, 40)),
+            // Much used, but long ago: three halvings at 101.
+            (ExpertId(1), access(8, 9, 240)),
+            (ExpertId(4), access(100, 1, 10)),
+            (ExpertId(6), access(20, 2, 80)),
             (ExpertId(7), access(0, 0, 0)),
         ]
     }
@@ -108,15 +116,16 @@ mod tests {
     #[test]
     fn each_policy_has_its_own_order() {
         let order = |p: Policy| {
-            p.victims(&candidates(), 5, 1)
+            p.victims(&candidates(), 5, 101, 1)
                 .iter()
                 .map(|e| e.0)
                 .collect::<Vec<_>>()
         };
-        assert_eq!(order(Policy::Lru), [7, 6, 1, 0, 4]);
+        assert_eq!(order(Policy::Lru), [7, 1, 6, 0, 4]);
         assert_eq!(order(Policy::Lfu), [7, 4, 6, 0, 1]);
-        assert_eq!(order(Policy::Static), [7, 6, 1, 4, 0]);
-        assert_eq!(order(Policy::Lru2), [7, 4, 6, 0, 1]);
+        assert_eq!(order(Policy::Static), [7, 1, 6, 4, 0]);
+        // 10 at the same weight go by recency; then 40 / 2 and 240 / 8.
+        assert_eq!(order(Policy::LfuAging), [7, 6, 4, 0, 1]);
     }
 
     #[test]
@@ -128,7 +137,7 @@ mod tests {
             "LRU"
                 .parse::<Policy>()
                 .expect_err("names are lower case")
-                .contains("lru, lfu, static, lru2")
+                .contains("lru, lfu, static, lfu-aging")
         );
     }
 }

@@ -317,7 +317,7 @@ impl ResidentV1 {
         for e in experts {
             addresses.push(self.transport.address(map[e.index()]?));
         }
-        let now = self.access.tick();
+        let now = self.access.tick(layer);
         for e in experts {
             self.access.touch(layer, *e, now);
         }

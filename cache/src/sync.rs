@@ -55,6 +55,8 @@ mod real {
 
 /// The standard library's reference count, also under loom: for what crosses the boundary of this crate.
 pub use std::sync::Arc as Shared;
+/// The standard library's, also under loom: for access records, which order nothing and may be torn.
+pub use std::sync::atomic::AtomicU64 as RecordU64;
 
 use std::sync::PoisonError;
 

@@ -340,7 +340,7 @@ fn sizes_that_the_cache_refuses_are_refused() {
         "best"
             .parse::<Contender>()
             .expect_err("no such")
-            .contains("lru2, optimum")
+            .contains("lfu-aging, optimum")
     );
 }
 

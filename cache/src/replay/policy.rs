@@ -12,7 +12,6 @@ pub struct PolicyReplay {
     geometry: Geometry,
     policy: Policy,
     layers: Vec<Layer>,
-    clock: u64,
     /// Scratch: keys of those that may go.
     keys: Vec<((u64, u64, u32), ExpertId)>,
     /// Scratch: hits and missing of a group in waves.
@@ -24,6 +23,8 @@ struct Layer {
     /// By expert.
     resident: Vec<bool>,
     access: Vec<Access>,
+    /// Acquisitions so far.
+    clock: u64,
 }
 
 impl PolicyReplay {
@@ -33,12 +34,12 @@ impl PolicyReplay {
         let layer = Layer {
             resident: (0..geometry.experts).map(|e| e < geometry.capacity).collect(),
             access: vec![Access::default(); geometry.experts],
+            clock: 0,
         };
         Self {
             layers: vec![layer; geometry.layers.len()],
             geometry,
             policy,
-            clock: 0,
             keys: Vec::new(),
             waves: (Vec::new(), Vec::new()),
         }
@@ -85,7 +86,11 @@ impl PolicyReplay {
     }
 
     fn wave(&mut self, layer: usize, group: &[ExpertId]) -> usize {
-        let Layer { resident, access } = &mut self.layers[layer];
+        let Layer {
+            resident,
+            access,
+            clock,
+        } = &mut self.layers[layer];
         let missing = group.iter().filter(|e| !resident[e.index()]).count();
         if missing > 0 {
             // As many go as come: every slot of the layer is taken from the start.
@@ -95,7 +100,7 @@ impl PolicyReplay {
                 let e = ExpertId(id);
                 if members.next_if_eq(&&e).is_none() && *here {
                     self.keys
-                        .push((self.policy.key(e, *access, self.geometry.pinned()), e));
+                        .push((self.policy.key(e, *access, *clock, self.geometry.pinned()), e));
                 }
             }
             if missing < self.keys.len() {
@@ -108,9 +113,9 @@ impl PolicyReplay {
                 resident[e.index()] = true;
             }
         }
-        self.clock += 1;
+        *clock += 1;
         for e in group {
-            access[e.index()].touch(self.clock);
+            access[e.index()].touch(*clock);
         }
         missing
     }

@@ -78,7 +78,7 @@ fn the_text_is_the_same_for_every_capacity_and_policy() {
         assert_eq!(all["observations"][unknown], "UNKNOWN", "{unknown}");
     }
     for capacity in [4, 8, 12, 16] {
-        for policy in ["lru", "lfu", "static", "lru2"] {
+        for policy in ["lru", "lfu", "static", "lfu-aging"] {
             let c = capacity.to_string();
             let v = greedy(&["-c", &c, "--policy", policy]);
             assert_eq!(v["text"], all["text"], "-c {c} {policy}");
@@ -159,7 +159,7 @@ fn caches_that_cannot_be_are_usage_errors() {
         }
         with(&["-c", "8", "--spares", "3"]).fails(2, &["3 spare slots", "4 experts"]);
         with(&["-c", "8", "--spares", "81"]).fails(2, &["--spares 81", "80"]);
-        with(&["-c", "8", "--policy", "mru"]).fails(2, &["mru", "lru, lfu, static, lru2"]);
+        with(&["-c", "8", "--policy", "mru"]).fails(2, &["mru", "lru, lfu, static, lfu-aging"]);
         with(&["--policy", "lru"]).fails(2, &["--capacity"]);
         with(&["--spares", "4"]).fails(2, &["--capacity"]);
     }
