@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
 use horizon_core::ids::LayerId;
@@ -234,12 +234,29 @@ impl Trace {
     /// # Errors
     /// [`TraceError::Io`] naming the file.
     pub fn save(&self, path: &Path) -> Result<(), TraceError> {
-        let failed = |problem: String| TraceError::Io {
-            path: path.to_owned(),
-            source: io::Error::other(problem),
+        let write = || {
+            // A rename would replace a device, a pipe or a link by a file.
+            if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
+                let problem = "is not a regular file; give the path of a file to write";
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, problem));
+            }
+            let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+            let mut builder = tempfile::Builder::new();
+            #[cfg(unix)]
+            builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+            let mut file = builder.tempfile_in(folder.unwrap_or(Path::new(".")))?;
+            file.write_all(&self.to_bytes()?)?;
+            file.persist(path).map_err(|e| e.error)?;
+            Ok(())
         };
-        let header = serde_json::to_string(&self.header).map_err(|e| failed(e.to_string()))?;
-        let metadata = HashMap::from([(METADATA_KEY.to_owned(), header)]);
+        write().map_err(|source| TraceError::Io {
+            path: path.to_owned(),
+            source,
+        })
+    }
+
+    fn to_bytes(&self) -> io::Result<Vec<u8>> {
+        let metadata = HashMap::from([(METADATA_KEY.to_owned(), serde_json::to_string(&self.header)?)]);
         let experts: Vec<u8> = self.experts.iter().flat_map(|e| e.to_le_bytes()).collect();
         let step: Vec<u8> = self.step.iter().flat_map(|s| s.to_le_bytes()).collect();
         let shape = vec![self.tokens(), self.header.layers.len(), self.header.top_k];
@@ -247,9 +264,7 @@ impl Trace {
             ("experts", Bytes(Dtype::U16, shape, experts)),
             ("step", Bytes(Dtype::U32, vec![self.tokens()], step)),
         ];
-        // Written beside and renamed.
-        let absolute = std::path::absolute(path).map_err(|e| failed(e.to_string()))?;
-        safetensors::serialize_to_file(tensors, Some(metadata), &absolute).map_err(|e| failed(e.to_string()))
+        safetensors::serialize(tensors, Some(metadata)).map_err(io::Error::other)
     }
 
     /// Reads a file.

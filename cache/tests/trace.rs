@@ -95,6 +95,18 @@ fn a_trace_reads_back_and_replaces_the_file_whole() {
         (&[written.tokens()][..], safetensors::Dtype::U32)
     );
 
+    // What is no file stays what it is.
+    let error = written.save(dir.path()).expect_err("a directory").to_string();
+    assert!(error.contains("not a regular file"), "{error}");
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::symlink;
+        use std::path::Path;
+        let link = dir.path().join("link");
+        symlink(&path, &link).expect("links");
+        assert!(written.save(&link).is_err() && written.save(Path::new("/dev/null")).is_err());
+    }
+
     let nowhere = dir.path().join("missing").join("t");
     assert!(
         written
