@@ -11,6 +11,7 @@
 //! | [`roles`] | what a dense tensor is for, and the shapes a spec asks for |
 //! | [`memory`] | anonymous memory that tensors live in |
 //! | [`dense`] | the non-routed weights |
+//! | [`dense_q8`] | 8-bit integers in blocks of 32: the second form of non-routed matrices |
 //! | [`qpacked`] | the INT4 block format |
 //! | [`record`] | one expert's bytes, canonical and tiled |
 //! | [`image`] | all expert records of a model, tiled, in host memory |
@@ -27,6 +28,7 @@ pub mod artifact;
 pub mod backend;
 pub mod cpu;
 pub mod dense;
+pub mod dense_q8;
 pub mod dtype;
 pub mod ids;
 pub mod image;
