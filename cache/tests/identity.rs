@@ -1,117 +1,21 @@
 //! The consequence of the contract: capacity, policy, warmth, spares and failed transfers never change a bit of what
 //! the model says; and what it says comes from the published slots and from nowhere else.
 
+mod flaky;
 mod model;
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
 
+use flaky::{Faults, Flaky};
 use horizon_cache::{HostRecords, HostStore, Policy, ResidentV1};
 use horizon_core::cpu::transport::HostTransport;
 use horizon_core::ids::{ExpertId, LayerId};
 use horizon_core::observe::Observation;
-use horizon_core::provider::{FullyResident, SlotAddress};
+use horizon_core::provider::FullyResident;
 use horizon_core::qpacked::BlockSize;
-use horizon_core::transport::{
-    Completion, Copy, Moment, Publish, SlotId, StagingId, Transport, TransportError,
-};
+use horizon_core::transport::Transport;
 use model::{Model, Served, Text, spec};
-
-/// Fails every `n`-th submission, in turn when it is queued and when it should have ended; never one that has
-/// published.
-struct Flaky {
-    inner: Arc<HostTransport>,
-    n: u64,
-    /// Counts from the first submission after the initial placement, which must succeed.
-    placed: u64,
-    submissions: AtomicU64,
-    lost: Mutex<BTreeSet<Completion>>,
-}
-
-impl Flaky {
-    fn check(&self, completion: Completion) -> Result<(), TransportError> {
-        let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
-        if lost.contains(&completion) {
-            return Err(failure());
-        }
-        Ok(())
-    }
-}
-
-fn failure() -> TransportError {
-    TransportError {
-        moment: Moment::BeforePublication,
-        reason: "made to fail".into(),
-    }
-}
-
-impl Transport for Flaky {
-    fn name(&self) -> &'static str {
-        "host memory that fails"
-    }
-
-    fn slots(&self) -> usize {
-        self.inner.slots()
-    }
-
-    fn staging_buffers(&self) -> usize {
-        self.inner.staging_buffers()
-    }
-
-    fn record_bytes(&self) -> usize {
-        self.inner.record_bytes()
-    }
-
-    fn address(&self, slot: SlotId) -> SlotAddress {
-        self.inner.address(slot)
-    }
-
-    fn stage(&self, buffer: StagingId, record: &[u8]) {
-        self.inner.stage(buffer, record);
-    }
-
-    fn submit(&self, copies: &[Copy], then: Option<Publish>) -> Result<Completion, TransportError> {
-        let count = self.submissions.fetch_add(1, Ordering::Relaxed) + 1;
-        let count = count.saturating_sub(self.placed);
-        let fails = count > 0 && count.is_multiple_of(self.n);
-        let late = fails && (count / self.n).is_multiple_of(2) && then.is_none();
-        if fails && !late {
-            return Err(failure());
-        }
-        let completion = self.inner.submit(copies, then)?;
-        if late {
-            self.lost
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .insert(completion);
-        }
-        Ok(completion)
-    }
-
-    fn wait(&self, completion: Completion) -> Result<(), TransportError> {
-        self.check(completion)?;
-        self.inner.wait(completion)
-    }
-
-    fn poll(&self, completion: Completion) -> Result<bool, TransportError> {
-        self.check(completion)?;
-        self.inner.poll(completion)
-    }
-
-    fn poison(&self, slot: SlotId) {
-        self.inner.poison(slot);
-    }
-
-    fn read_back(&self, slot: SlotId) -> Vec<u8> {
-        self.inner.read_back(slot)
-    }
-
-    fn read_back_bytes(&self) -> u64 {
-        self.inner.read_back_bytes()
-    }
-}
 
 /// A model behind a cache.
 struct Cached {
@@ -120,8 +24,7 @@ struct Cached {
     served: Served,
 }
 
-/// Faults: every so many submissions; `None` for never.
-fn cached(model: &Model, policy: Policy, capacity: usize, spares: usize, faults: Option<u64>) -> Cached {
+fn cached(model: &Model, policy: Policy, capacity: usize, spares: usize, faults: Option<Faults>) -> Cached {
     let store = HostStore::new(model.image.clone(), model.spec.moe_layers().collect());
     cached_from(model, Arc::new(store), policy, capacity, spares, faults)
 }
@@ -132,7 +35,7 @@ fn cached_from(
     policy: Policy,
     capacity: usize,
     spares: usize,
-    faults: Option<u64>,
+    faults: Option<Faults>,
 ) -> Cached {
     let geometry = model.geometry(capacity, spares);
     let slots = HostTransport::new(geometry.slots(), 2, model.image.record_bytes()).expect("memory");
@@ -140,13 +43,7 @@ fn cached_from(
     let placed = (geometry.layers.len() * capacity) as u64;
     let transport: Arc<dyn Transport> = match faults {
         None => slots.clone(),
-        Some(n) => Arc::new(Flaky {
-            inner: slots.clone(),
-            n,
-            placed,
-            submissions: AtomicU64::new(0),
-            lost: Mutex::default(),
-        }),
+        Some(faults) => Arc::new(Flaky::new(slots.clone(), placed, faults)),
     };
     let cache = ResidentV1::new(geometry, policy, store, transport).expect("sets up");
     let cache = Arc::new(cache);
@@ -188,7 +85,11 @@ fn capacity_policy_warmth_spares_and_faults_change_no_bit() {
         let (mut missed, mut failed) = (0, 0);
         for capacity in moe.top_k..=moe.experts {
             for (i, policy) in Policy::ALL.into_iter().enumerate() {
-                let mut settings = vec![(moe.top_k, Some(7)), (moe.top_k + 3, None), (moe.top_k, None)];
+                let mut settings = vec![
+                    (moe.top_k, Some(Faults::Every(7))),
+                    (moe.top_k + 3, Some(Faults::Random { seed, per_mille: 20 })),
+                    (moe.top_k, None),
+                ];
                 if moe.experts > 16 {
                     // One of them each, in turn: this case takes the longest.
                     settings = vec![settings[(i + capacity) % 3]];

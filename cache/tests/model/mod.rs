@@ -104,7 +104,17 @@ impl Model {
 
     /// The model, executed from `slots` as `provider` directs.
     pub fn serve(&self, slots: Arc<dyn SlotMemory>, provider: Arc<dyn ExpertProvider>) -> Served {
-        let backend = FastCpu::new(NonZeroUsize::new(2), slots, self.encoding).expect("two threads");
+        self.serve_on(2, slots, provider)
+    }
+
+    /// The same on so many threads.
+    pub fn serve_on(
+        &self,
+        threads: usize,
+        slots: Arc<dyn SlotMemory>,
+        provider: Arc<dyn ExpertProvider>,
+    ) -> Served {
+        let backend = FastCpu::new(NonZeroUsize::new(threads), slots, self.encoding).expect("a few threads");
         let regime = Regime {
             activations: Activations::F16,
             context: 64,
@@ -113,7 +123,11 @@ impl Model {
         };
         let plan = backend.plan(&self.spec, &regime).expect("plans");
         let model = backend.open(&self.spec, &plan, &self.dense).expect("opens");
-        Served { model, provider }
+        Served {
+            model,
+            provider,
+            tries: 3,
+        }
     }
 }
 
@@ -121,6 +135,8 @@ impl Model {
 pub struct Served {
     model: Box<dyn CompiledModel>,
     provider: Arc<dyn ExpertProvider>,
+    /// Times that a step is tried whose experts could not be brought.
+    pub tries: u32,
 }
 
 /// What came out: the bits of the logits of every position, and the tokens that were decoded.
@@ -132,7 +148,7 @@ pub struct Text {
 
 impl Served {
     /// One sequence from its beginning: the prompt in steps of up to [`CHUNK`] rows, then tokens one by one. A step
-    /// whose experts could not be brought is tried again, three times in all.
+    /// whose experts could not be brought is tried again, [`tries`](Self::tries) times in all.
     pub fn text(&mut self) -> Text {
         let mut text = Text {
             logits: Vec::new(),
@@ -160,7 +176,7 @@ impl Served {
             .collect();
         let count = rows.len();
         let batch = StepBatch { rows, taps: false };
-        let mut tries = 3;
+        let mut tries = self.tries;
         let ticket = loop {
             tries -= 1;
             match self.model.enqueue(&batch, &self.provider) {
