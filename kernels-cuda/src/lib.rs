@@ -3,3 +3,4 @@
 //! Nothing here is needed to build or to start: the NVIDIA driver is looked for at run time.
 
 pub mod driver;
+pub mod tiling;
