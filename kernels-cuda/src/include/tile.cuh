@@ -30,6 +30,8 @@ template <> struct Span<INT4> {
 };
 
 HZ_DEVICE u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
+HZ_DEVICE u32 max_u32(u32 a, u32 b) { return a > b ? a : b; }
+HZ_DEVICE u32 min_u32(u32 a, u32 b) { return a < b ? a : b; }
 
 // Columns that share a scale; a power of two from 32 on. F16 has none.
 template <int ENC> HZ_DEVICE u32 scale_block(u32 block) { return ENC == Q8 ? 32u : block; }

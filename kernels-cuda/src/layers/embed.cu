@@ -1,0 +1,39 @@
+// The rows of a step: what the host says about them, and their start in the residual stream, a row of the embedding
+// table in host memory.
+#include "block.cuh"
+
+struct EmbedArgs {
+    const Row *host_rows;  // [rows], host memory
+    Row *rows;             // [rows]
+    const u32 *chosen;     // [rows]
+    const u16 *table;      // [vocab, hidden] FP16, host memory
+    float *hidden;         // [rows, hidden]
+    u32 width;
+    u32 unused;
+};
+
+// Grid: rows.
+// registers: 32
+HZ_KERNEL(256, 4) embed(HZ_ARGS(EmbedArgs, a)) {
+    HZ_SHARED(shared);
+    Row *row = (Row *)shared;
+    predecessor_wait();
+    if (thread_id() == 0) {
+        const u32 *from = (const u32 *)(a.host_rows + block_x());
+        row->token = load_host(from), row->position = load_host(from + 1);
+        row->sequence = load_host(from + 2), row->flags = load_host(from + 3);
+        if (row->token == CHOSEN_TOKEN) row->token = a.chosen[block_x()];
+        a.rows[block_x()] = *row;
+    }
+    block_sync();
+    const u16 *from = a.table + (u64)row->token * a.width;
+    float *to = a.hidden + (u64)block_x() * a.width;
+    for (u32 i = thread_id(); i * 8 < a.width; i += block_threads()) {
+        const u32x4 v = *(const u32x4 *)(from + i * 8);
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+        for (u32 w = 0; w < 4; w++) {
+            *(f32x2 *)(to + i * 8 + w * 2) = {f16_to_f32((u16)words[w]), f16_to_f32((u16)(words[w] >> 16))};
+        }
+    }
+    successor_start();
+}
