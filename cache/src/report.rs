@@ -72,9 +72,10 @@ impl std::ops::AddAssign for Counts {
 pub struct Observations {
     /// Bytes of experts copied from device to host (C10).
     pub expert_d2h_bytes: Observation,
-    /// Experts written back to the host store (C10).
+    /// Times that protected memory was handed out for writing: what is written back to the host store has to pass
+    /// there (C10).
     pub writebacks: Observation,
-    /// Times the host store's protection was lifted (C2).
+    /// Times that the protection of such memory was lifted, before anything could be written (C2).
     pub host_rewrites: Observation,
     /// Bytes hashed since admission (C2).
     pub request_sha: Observation,
@@ -163,8 +164,7 @@ pub(crate) fn observations(
         .collect();
     Observations {
         expert_d2h_bytes: Observation::Observed(expert_d2h_bytes),
-        // The store is read-only memory: nothing is written back without lifting its protection.
-        writebacks: Observation::Observed(admitted.protections_lifted()),
+        writebacks: Observation::Observed(admitted.thawed_writes()),
         host_rewrites: Observation::Observed(admitted.protections_lifted()),
         request_sha: Observation::Observed(admitted.hashed_bytes()),
         request_source_reads: Observation::Observed(admitted.source_reads()),

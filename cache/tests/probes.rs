@@ -55,9 +55,11 @@ fn each_zero_was_counted() {
     assert_eq!(now(), [read, Observed(0), Observed(0), Observed(0), Observed(0)]);
 
     let memory = AnonymousMemory::zeroed(10).expect("a page");
-    let thawed = memory.freeze().expect("protects").thaw().expect("lifts");
-    assert_eq!(thawed.len(), 10);
-    assert_eq!(now(), [read, Observed(1), Observed(1), Observed(0), Observed(0)]);
+    let mut thawed = memory.freeze().expect("protects").thaw().expect("lifts");
+    assert_eq!(now(), [read, Observed(0), Observed(1), Observed(0), Observed(0)]);
+    thawed.bytes_mut()[3] = 1;
+    thawed.bytes_mut()[3] = 2;
+    assert_eq!(now(), [read, Observed(2), Observed(1), Observed(0), Observed(0)]);
 
     // Every way to take a digest: SHA-256 at once, the checksum in pieces, both in pieces.
     for (hash, bytes) in [
@@ -71,7 +73,7 @@ fn each_zero_was_counted() {
         hash();
         assert_eq!(
             now(),
-            [read, Observed(1), Observed(1), Observed(bytes), Observed(0)]
+            [read, Observed(2), Observed(1), Observed(bytes), Observed(0)]
         );
     }
 

@@ -20,6 +20,8 @@ pub fn align_up(n: usize) -> usize {
 pub struct AnonymousMemory {
     map: Option<MmapMut>,
     len: usize,
+    /// It was read-only once.
+    thawed: bool,
 }
 
 impl AnonymousMemory {
@@ -30,13 +32,21 @@ impl AnonymousMemory {
     /// The system's error when the memory cannot be had.
     pub fn zeroed(len: usize) -> io::Result<Self> {
         if len == 0 {
-            return Ok(Self { map: None, len });
+            return Ok(Self::of(None, len));
         }
         let map = MmapMut::map_anon(len)?;
         #[cfg(target_os = "linux")]
         // Refused by kernels without transparent huge pages; the mapping is usable all the same.
         let _ = map.advise(memmap2::Advice::HugePage);
-        Ok(Self { map: Some(map), len })
+        Ok(Self::of(Some(map), len))
+    }
+
+    fn of(map: Option<MmapMut>, len: usize) -> Self {
+        Self {
+            map,
+            len,
+            thawed: false,
+        }
     }
 
     /// Bytes.
@@ -57,8 +67,11 @@ impl AnonymousMemory {
         self.map.as_deref().unwrap_or_default()
     }
 
-    /// The bytes, writable.
+    /// The bytes, writable. Counted if the memory was read-only once: what is written then is written back.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
+        if self.thawed {
+            process().thawed_writes.add(1);
+        }
         self.map.as_deref_mut().unwrap_or_default()
     }
 }
@@ -108,7 +121,11 @@ impl FrozenMemory {
     pub fn thaw(self) -> io::Result<AnonymousMemory> {
         process().protections_lifted.add(1);
         let map = self.map.map(Mmap::make_mut).transpose()?;
-        Ok(AnonymousMemory { map, len: self.len })
+        Ok(AnonymousMemory {
+            map,
+            len: self.len,
+            thawed: true,
+        })
     }
 }
 
@@ -118,14 +135,15 @@ mod tests {
     use crate::observe::ProcessMark;
 
     #[test]
-    fn lifting_a_protection_is_counted() {
+    fn lifting_a_protection_and_writing_after_it_are_counted_apart() {
         let mut memory = AnonymousMemory::zeroed(5000).expect("a page or two");
         memory.bytes_mut()[4999] = 7;
         let frozen = memory.freeze().expect("can be protected");
         let mark = ProcessMark::now();
         assert_eq!(frozen.bytes()[4999], 7);
         let mut thawed = frozen.thaw().expect("can be unprotected");
-        assert!(mark.protections_lifted() >= 1);
+        assert_eq!((mark.protections_lifted(), mark.thawed_writes()), (1, 0));
         thawed.bytes_mut()[0] = 1;
+        assert_eq!((mark.protections_lifted(), mark.thawed_writes()), (1, 1));
     }
 }

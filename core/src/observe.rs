@@ -74,12 +74,15 @@ pub struct ProcessCounters {
     pub source_reads: Counter,
     /// Times that read-only expert memory was made writable again.
     pub protections_lifted: Counter,
+    /// Times that memory whose protection was lifted was handed out for writing.
+    pub thawed_writes: Counter,
 }
 
 static PROCESS: ProcessCounters = ProcessCounters {
     hashed_bytes: Counter::new(),
     source_reads: Counter::new(),
     protections_lifted: Counter::new(),
+    thawed_writes: Counter::new(),
 };
 
 /// The counters of this process.
@@ -94,6 +97,7 @@ pub struct ProcessMark {
     hashed_bytes: u64,
     source_reads: u64,
     protections_lifted: u64,
+    thawed_writes: u64,
 }
 
 impl ProcessMark {
@@ -104,6 +108,7 @@ impl ProcessMark {
             hashed_bytes: PROCESS.hashed_bytes.get(),
             source_reads: PROCESS.source_reads.get(),
             protections_lifted: PROCESS.protections_lifted.get(),
+            thawed_writes: PROCESS.thawed_writes.get(),
         }
     }
 
@@ -123,6 +128,12 @@ impl ProcessMark {
     #[must_use]
     pub fn protections_lifted(&self) -> u64 {
         PROCESS.protections_lifted.get() - self.protections_lifted
+    }
+
+    /// Times since that memory whose protection was lifted was handed out for writing.
+    #[must_use]
+    pub fn thawed_writes(&self) -> u64 {
+        PROCESS.thawed_writes.get() - self.thawed_writes
     }
 }
 

@@ -284,7 +284,7 @@ impl Everything {
         });
         Observations {
             expert_d2h_bytes: Observation::Unknown,
-            writebacks: Observation::Unknown,
+            writebacks: Observation::Observed(self.admitted.thawed_writes()),
             host_rewrites: Observation::Observed(self.admitted.protections_lifted()),
             request_sha: Observation::Observed(self.admitted.hashed_bytes()),
             request_source_reads: Observation::Observed(self.admitted.source_reads()),

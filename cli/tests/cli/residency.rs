@@ -74,7 +74,7 @@ fn the_text_is_the_same_for_every_capacity_and_policy() {
         (&"fully-resident".into(), &"all experts".into())
     );
     let asked = count(&all, "hits");
-    for unknown in ["expert_d2h_bytes", "writebacks", "misses", "h2d_bytes"] {
+    for unknown in ["expert_d2h_bytes", "misses", "h2d_bytes"] {
         assert_eq!(all["observations"][unknown], "UNKNOWN", "{unknown}");
     }
     for capacity in [4, 8, 12, 16] {
