@@ -110,6 +110,9 @@ pub struct ExecutionArgs {
     /// How routed experts are held and executed; f16 is the unquantized control
     #[arg(long, value_enum, default_value_t = ExpertsName::Qpacked)]
     pub experts: ExpertsName,
+    /// How attention, shared experts, dense layers and the output head are held and executed; q8 is made at load
+    #[arg(long, value_enum, default_value_t = DenseName::F16)]
+    pub dense: DenseName,
     /// Type that matrix products read their activations in, and of the KV cache
     #[arg(long, value_enum, default_value_t = ActivationsName::F16)]
     pub activations: ActivationsName,
@@ -422,6 +425,15 @@ pub enum ExecutorName {
 pub enum ExpertsName {
     Qpacked,
     F16,
+}
+
+/// `--dense`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DenseName {
+    /// FP16, as the artifact has them
+    F16,
+    /// 8-bit integers, an FP16 scale for 32
+    Q8,
 }
 
 /// `--activations`.

@@ -5,6 +5,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::path::{Path, PathBuf};
 
 use horizon_core::backend::Activations;
+use horizon_core::dense::DenseFormat;
 use horizon_core::qpacked::Quantizer;
 use horizon_models::generation::GenerationConfig;
 use horizon_models::hub::RepoId;
@@ -15,8 +16,8 @@ use horizon_runtime::sampler::Sampling;
 use serde::Serialize;
 
 use crate::args::{
-    ActivationsName, BackendName, ExecutionArgs, ExecutorName, ExpertsName, GenerateArgs, PackingArgs,
-    QuantizerName,
+    ActivationsName, BackendName, DenseName, ExecutionArgs, ExecutorName, ExpertsName, GenerateArgs,
+    PackingArgs, QuantizerName,
 };
 use crate::output::CliError;
 
@@ -80,6 +81,10 @@ pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
             policy: args.residency.policy.unwrap_or_default(),
         }),
         experts: experts_mode(args)?,
+        dense: match args.dense {
+            DenseName::F16 => DenseFormat::F16,
+            DenseName::Q8 => DenseFormat::Q8,
+        },
         activations,
         context: args.ctx.map(Into::into),
         threads: args.threads,

@@ -9,7 +9,7 @@ use horizon_core::backend::{
 };
 use horizon_core::cpu::simd::Isa;
 use horizon_core::cpu::{FastCpu, ReferenceCpu};
-use horizon_core::dense::DenseStore;
+use horizon_core::dense::{DenseFormat, DenseStore};
 use horizon_core::ids::LayerId;
 use horizon_core::image::{ExpertImage, NoExperts};
 use horizon_core::provider::{ExpertProvider, FullyResident};
@@ -116,7 +116,7 @@ fn open(
     activations: Activations,
     isa: Option<(Isa, usize)>,
 ) -> Opened {
-    open_with(spec, encoding, activations, isa, false)
+    open_with(spec, encoding, activations, isa, false, DenseFormat::F16)
 }
 
 fn open_with(
@@ -125,6 +125,7 @@ fn open_with(
     activations: Activations,
     isa: Option<(Isa, usize)>,
     integers: bool,
+    format: DenseFormat,
 ) -> Opened {
     spec.validate().expect("a sound case");
     let random = RandomWeights(42);
@@ -149,7 +150,7 @@ fn open_with(
         max_rows: 16,
     };
     let plan = backend.plan(spec, &regime).expect("plans");
-    let dense = Arc::new(DenseStore::load(spec, &random).expect("loads"));
+    let dense = Arc::new(DenseStore::load_as(spec, format, &random).expect("loads"));
     let model = backend
         .open(&Arc::new(spec.clone()), &plan, &dense)
         .expect("opens");
@@ -202,6 +203,22 @@ fn same(a: &StepOutput, b: &StepOutput, what: &str) {
     assert_eq!((&a.tokens, a.report), (&b.tokens, b.report), "{what}");
 }
 
+/// Root of the squared differences over the root of the squares of `a`.
+fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
+    let norm = |x: &mut dyn Iterator<Item = f32>| x.map(|v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();
+    norm(&mut a.iter().zip(b).map(|(x, y)| x - y)) / norm(&mut a.iter().copied())
+}
+
+/// What the attention of the first layer adds to the residual stream.
+fn attended(o: &StepOutput) -> Vec<f32> {
+    let stage = Stage::AttentionOutput(LayerId(0));
+    let tap = o.taps.iter().find(|t| t.stage == stage).expect("tapped");
+    let TapData::F32(values) = &tap.data else {
+        panic!("it is FP32")
+    };
+    values.clone()
+}
+
 const TOKENS: [u32; 13] = [3, 200, 17, 17, 5, 99, 1, 0, 202, 64, 31, 8, 150];
 
 #[test]
@@ -224,6 +241,40 @@ fn fast_equals_reference_bit_for_bit() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// q8: the bits of the reference on every instruction set, thread count and cut; other bits than FP16's, and close.
+#[test]
+fn fast_equals_reference_bit_for_bit_with_q8_weights() {
+    let encoding = ExpertEncoding::Qpacked {
+        block: BlockSize::B32,
+    };
+    for (name, spec) in cases() {
+        for activations in [Activations::F32, Activations::F16] {
+            let open = |isa| open_with(&spec, encoding, activations, isa, false, DenseFormat::Q8);
+            let mut reference = open(None);
+            let want = step(&mut reference, &TOKENS, 0, 0);
+            let want_next = step(&mut reference, &[77], TOKENS.len(), 0);
+            for isa in Isa::available() {
+                for (threads, cut) in [(1, 13), (3, 13), (2, 4)] {
+                    let what = format!("{name}, {activations:?}, {isa:?}, {threads} threads, cut at {cut}");
+                    let mut fast = open(Some((isa, threads)));
+                    let first = step(&mut fast, &TOKENS[..cut], 0, 0);
+                    if cut == TOKENS.len() {
+                        same(&first, &want, &what);
+                    } else {
+                        step(&mut fast, &TOKENS[cut..], cut, 0);
+                    }
+                    same(&step(&mut fast, &[77], TOKENS.len(), 0), &want_next, &what);
+                }
+            }
+            let mut plain = open_with(&spec, encoding, activations, None, false, DenseFormat::F16);
+            // Of the first attention only: further on a token may be routed elsewhere.
+            let plain = step(&mut plain, &TOKENS, 0, 0);
+            let relative = relative_difference(&attended(&plain), &attended(&want));
+            assert!(relative > 1e-4 && relative < 0.02, "{name}: {relative}");
         }
     }
 }
@@ -282,24 +333,17 @@ fn integer_activations_are_invariant_and_close() {
             let mut first: Option<Vec<f32>> = None;
             for isa in Isa::available() {
                 for (threads, cut) in [(1, 13), (3, 13), (2, 4)] {
-                    let mut o = open_with(&spec, encoding, Activations::F16, Some((isa, threads)), true);
+                    let isa = Some((isa, threads));
+                    let mut o = open_with(&spec, encoding, Activations::F16, isa, true, DenseFormat::F16);
                     let mut logits = step(&mut o, &TOKENS[..cut], 0, 0).logits;
                     if cut < TOKENS.len() {
                         logits.extend(step(&mut o, &TOKENS[cut..], cut, 0).logits);
                     }
                     let want = first.get_or_insert_with(|| logits.clone());
-                    assert_eq!(
-                        bits(&logits),
-                        bits(want),
-                        "{name}, {block}, {isa:?}, {threads}, {cut}"
-                    );
+                    assert_eq!(bits(&logits), bits(want), "{name}, {block}, {isa:?}, {cut}");
                 }
             }
-            let got = first.expect("an instruction set");
-            let norm =
-                |x: &mut dyn Iterator<Item = f32>| x.map(|v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();
-            let difference = norm(&mut exact.logits.iter().zip(&got).map(|(x, y)| x - y));
-            let relative = difference / norm(&mut exact.logits.iter().copied());
+            let relative = relative_difference(&exact.logits, &first.expect("an instruction set"));
             assert!(relative > 0.0 && relative < 1e-2, "{name}: {relative}");
         }
     }
@@ -341,10 +385,7 @@ fn fp16_activations_stay_close_to_fp32() {
             step(&mut o, &TOKENS, 0, 0)
         };
         let (a, b) = (run(Activations::F32), run(Activations::F16));
-        let norm =
-            |x: &mut dyn Iterator<Item = f32>| x.map(|v| f64::from(v) * f64::from(v)).sum::<f64>().sqrt();
-        let difference = norm(&mut a.logits.iter().zip(&b.logits).map(|(x, y)| x - y));
-        let relative = difference / norm(&mut a.logits.iter().copied());
+        let relative = relative_difference(&a.logits, &b.logits);
         assert!(relative > 0.0 && relative < 1e-2, "{name}: {relative}");
     }
 }

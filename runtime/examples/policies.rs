@@ -15,6 +15,7 @@ use horizon_cache::trace::{Trace, TraceHeader, TraceWriter, VERSION};
 use horizon_cache::{Geometry, Policy};
 use horizon_core::artifact::Silent;
 use horizon_core::backend::{Activations, PREFILL_CHUNK, StepBatch, StepRow};
+use horizon_core::dense::DenseFormat;
 use horizon_core::stage::{Stage, TapData};
 use horizon_models::demo;
 use horizon_models::source::{ExpertsMode, ModelSource};
@@ -78,6 +79,7 @@ impl Writer {
             executor: BackendKind::Cpu.executor(None)?,
             cache: None,
             experts: ExpertsMode::default(),
+            dense: DenseFormat::F16,
             activations: Activations::F16,
             context: None,
             threads: None,

@@ -9,6 +9,7 @@ use horizon_core::artifact::Progress;
 use horizon_core::backend::{
     Activations, Backend, BackendError, CompiledModel, ExecutorId, PREFILL_CHUNK, Plan, Regime,
 };
+use horizon_core::dense::DenseFormat;
 use horizon_core::image::NoExperts;
 use horizon_core::provider::{ExpertProvider, SlotMemory};
 use horizon_core::qpacked::{BlockSize, Quantizer};
@@ -42,6 +43,8 @@ pub struct EngineOptions {
     pub cache: Option<CacheOptions>,
     /// Form of the routed experts.
     pub experts: ExpertsMode,
+    /// Form of the non-routed weights.
+    pub dense: DenseFormat,
     /// Activation type.
     pub activations: Activations,
     /// Positions of the KV cache; `None`: the model's context, at most [`DEFAULT_CONTEXT`].
@@ -67,8 +70,8 @@ pub struct Settings {
     pub experts: ExpertsRecord,
     /// Activation type.
     pub activations: Activations,
-    /// Type of the non-routed weights.
-    pub dense: &'static str,
+    /// Form of the non-routed weights.
+    pub dense: DenseFormat,
     /// Positions of the KV cache.
     pub context: usize,
     /// Positions the model was made for.
@@ -238,6 +241,7 @@ impl LoadedEngine {
         let started = Instant::now();
         let load = LoadOptions {
             experts: options.experts,
+            dense: options.dense,
             ..LoadOptions::default()
         };
         let loaded = pool.install(|| source.load(&load, options.backend.tiling(), progress))?;
@@ -278,7 +282,7 @@ impl LoadedEngine {
                 residency: settings,
                 experts: ExpertsRecord::new(loaded.encoding, loaded.quantizer),
                 activations: options.activations,
-                dense: "f16",
+                dense: options.dense,
                 context: regime.context,
                 model_context: loaded.spec.context,
                 prefill_chunk: PREFILL_CHUNK,
@@ -402,7 +406,7 @@ pub fn predict_host_memory(source: &ModelSource, options: &EngineOptions) -> Res
         .map(|(g, layout)| device_bytes(&g, tiling.tiled_bytes(&layout)));
     let plan = build(options, Arc::new(NoExperts), encoding)?.plan(spec, &regime)?;
     let threads = pool(options.threads.map_or(0, NonZeroUsize::get))?.current_num_threads();
-    let weights = HostBytes::predict(spec, encoding, tiling, threads);
+    let weights = HostBytes::predict(spec, encoding, options.dense, tiling, threads);
     Ok(HostMemory::new(
         weights,
         &plan,

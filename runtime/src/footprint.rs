@@ -1,6 +1,7 @@
 //! What a model weighs: bytes a token, and what a GPU of each capacity would need.
 
 use horizon_core::backend::Activations;
+use horizon_core::dense::{DenseFormat, HeldTensor, held_tensors};
 use horizon_core::record::RecordLayout;
 use horizon_core::roles::{DenseRole, dense_tensors};
 use horizon_core::spec::ModelSpec;
@@ -30,17 +31,19 @@ impl BytesPerToken {
     pub fn at(
         spec: &ModelSpec,
         layout: Option<&RecordLayout>,
+        format: DenseFormat,
         activations: Activations,
         position: usize,
     ) -> Self {
         let (mut dense, mut head) = (spec.hidden as u64 * F16, 0);
-        for (role, shape) in dense_tensors(spec) {
-            let bytes = elements(&shape) as u64 * F16;
-            match role {
-                DenseRole::OutputHead => head = bytes,
-                // The table is read as a whole only where it is the output head too.
-                DenseRole::Embedding if spec.tied_embeddings => head = bytes,
-                DenseRole::Embedding => {}
+        let tensors = held_tensors(spec, format);
+        let head_role = head_role(&tensors);
+        for tensor in &tensors {
+            let bytes = tensor.payload_bytes() as u64;
+            match tensor.role {
+                role if role == head_role => head = bytes,
+                // Of the table one row.
+                DenseRole::Embedding | DenseRole::OutputHead => {}
                 DenseRole::FinalNorm | DenseRole::Layer(..) => dense += bytes,
             }
         }
@@ -95,12 +98,19 @@ pub struct GpuMemory {
 
 /// What every capacity from k to E would need in GPU memory with an FP16 KV cache of `context` positions.
 #[must_use]
-pub fn gpu_memory(spec: &ModelSpec, layout: &RecordLayout, context: usize) -> Vec<GpuMemory> {
+pub fn gpu_memory(
+    spec: &ModelSpec,
+    layout: &RecordLayout,
+    format: DenseFormat,
+    context: usize,
+) -> Vec<GpuMemory> {
     let Some(moe) = spec.moe() else { return Vec::new() };
-    let dense = dense_tensors(spec)
+    let tensors = held_tensors(spec, format);
+    let head = head_role(&tensors);
+    let dense = tensors
         .iter()
-        .filter(|(role, _)| *role != DenseRole::Embedding || spec.tied_embeddings)
-        .map(|(_, shape)| elements(shape) as u64 * F16)
+        .filter(|t| t.role != DenseRole::Embedding || t.role == head)
+        .map(|t| t.payload_bytes() as u64)
         .sum::<u64>();
     let kv = kv_bytes_per_position(spec, Activations::F16) * context as u64;
     let record = layout.bytes as u64;
@@ -118,6 +128,15 @@ pub fn gpu_memory(spec: &ModelSpec, layout: &RecordLayout, context: usize) -> Ve
             }
         })
         .collect()
+}
+
+/// Where the output head is: a tensor of its own, or the embedding table.
+fn head_role(tensors: &[HeldTensor]) -> DenseRole {
+    if tensors.iter().any(|t| t.role == DenseRole::OutputHead) {
+        DenseRole::OutputHead
+    } else {
+        DenseRole::Embedding
+    }
 }
 
 /// Number of values of the model: all, and those that one token passes.
@@ -193,7 +212,7 @@ mod tests {
 
     #[test]
     fn olmoe_reads_the_bytes_a_token_that_its_shapes_say() {
-        let b = BytesPerToken::at(&olmoe(), Some(&layout()), Activations::F16, 0);
+        let b = BytesPerToken::at(&olmoe(), Some(&layout()), DenseFormat::F16, Activations::F16, 0);
         let attention = 4 * 2048 * 2048 * 16 * 2u64;
         let router = 64 * 2048 * 16 * 2u64;
         let norms = (4 * 16 + 1) * 2048 * 2u64;
@@ -203,10 +222,23 @@ mod tests {
         assert_eq!(b.kv, 0);
         // 1.16 GB: 537 MB attention, 409 MB experts, 206 MB head, 4 MB router.
         assert!((1_150_000_000..1_165_000_000).contains(&b.total), "{b:?}");
-        let later = BytesPerToken::at(&olmoe(), Some(&layout()), Activations::F16, 1000);
+        let later = BytesPerToken::at(
+            &olmoe(),
+            Some(&layout()),
+            DenseFormat::F16,
+            Activations::F16,
+            1000,
+        );
         assert_eq!(later.kv, 1000 * 16 * 2 * 2048 * 2);
         assert_eq!(
-            BytesPerToken::at(&olmoe(), Some(&layout()), Activations::F32, 1000).kv,
+            BytesPerToken::at(
+                &olmoe(),
+                Some(&layout()),
+                DenseFormat::F16,
+                Activations::F32,
+                1000
+            )
+            .kv,
             2 * later.kv
         );
     }
@@ -217,7 +249,7 @@ mod tests {
         for layer in &mut spec.layers[..8] {
             layer.window = Some(101);
         }
-        let kv = BytesPerToken::at(&spec, None, Activations::F16, 1000).kv;
+        let kv = BytesPerToken::at(&spec, None, DenseFormat::F16, Activations::F16, 1000).kv;
         assert_eq!(kv, (8 * 1000 + 8 * 100) * 2 * 2048 * 2);
     }
 
@@ -228,20 +260,45 @@ mod tests {
             ..olmoe()
         };
         let (a, b) = (olmoe(), tied);
-        let at = |s: &ModelSpec| BytesPerToken::at(s, Some(&layout()), Activations::F16, 0);
+        let at = |s: &ModelSpec| BytesPerToken::at(s, Some(&layout()), DenseFormat::F16, Activations::F16, 0);
         assert_eq!(at(&a), at(&b));
-        assert_eq!(gpu_memory(&a, &layout(), 4096), gpu_memory(&b, &layout(), 4096));
+        assert_eq!(
+            gpu_memory(&a, &layout(), DenseFormat::F16, 4096),
+            gpu_memory(&b, &layout(), DenseFormat::F16, 4096)
+        );
+    }
+
+    #[test]
+    fn q8_takes_a_sixteenth_over_half_of_what_it_converts() {
+        let at = |s: &ModelSpec| BytesPerToken::at(s, Some(&layout()), DenseFormat::Q8, Activations::F16, 0);
+        let b = at(&olmoe());
+        let q8 = |values: u64| values + values / 32 * 2;
+        let rest = 64 * 2048 * 16 * 2 + (4 * 16 + 1) * 2048 * 2 + 2048 * 2;
+        assert_eq!(
+            (b.dense, b.head),
+            (q8(4 * 2048 * 2048 * 16) + rest, q8(50304 * 2048))
+        );
+        // Tied: the same reads, the table stays on the host.
+        let tied = ModelSpec {
+            tied_embeddings: true,
+            ..olmoe()
+        };
+        assert_eq!(at(&tied), b);
+        let memory = |s: &ModelSpec| gpu_memory(s, &layout(), DenseFormat::Q8, 4096);
+        assert_eq!(memory(&tied), memory(&olmoe()));
+        // All of it is read, but for the row of the table.
+        assert_eq!(memory(&olmoe())[0].dense + 2048 * 2, b.dense + b.head);
     }
 
     #[test]
     fn capacities_run_from_k_to_e_and_grow_by_a_slot_a_layer() {
-        let rows = gpu_memory(&olmoe(), &layout(), 4096);
+        let rows = gpu_memory(&olmoe(), &layout(), DenseFormat::F16, 4096);
         assert_eq!((rows.len(), rows[0].capacity, rows[56].capacity), (57, 8, 64));
         let record = layout().bytes as u64;
         assert!(rows.windows(2).all(|w| w[1].total - w[0].total == 16 * record));
         assert_eq!((rows[0].slots, rows[0].spares), (8 * 16 * record, 8 * record));
         assert_eq!(rows[0].kv, 4096 * 16 * 2 * 2048 * 2);
-        assert!(gpu_memory(&olmoe(), &layout(), 0)[0].kv == 0);
+        assert!(gpu_memory(&olmoe(), &layout(), DenseFormat::F16, 0)[0].kv == 0);
     }
 
     #[test]

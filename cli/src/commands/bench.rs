@@ -252,9 +252,9 @@ fn mean_bytes(
 ) -> BytesPerToken {
     let n = positions.len() as u64;
     let kv: u64 = positions
-        .map(|p| BytesPerToken::at(spec, layout, settings.activations, p).kv)
+        .map(|p| BytesPerToken::at(spec, layout, settings.dense, settings.activations, p).kv)
         .sum();
-    let at_zero = BytesPerToken::at(spec, layout, settings.activations, 0);
+    let at_zero = BytesPerToken::at(spec, layout, settings.dense, settings.activations, 0);
     BytesPerToken {
         kv: kv / n,
         total: at_zero.total + kv / n,
@@ -322,8 +322,8 @@ fn text(r: &DecodeReport) -> String {
     }
     let s = &r.settings;
     out.push_str(&format!(
-        "executor {}, {} threads\n",
-        s.decode_executor.0, s.threads
+        "executor {}, non-routed weights {}, {} threads\n",
+        s.decode_executor.0, s.dense, s.threads
     ));
     out
 }

@@ -3,6 +3,7 @@
 use horizon_core::artifact::manifest::{DTypeRecord, LayerError, MANIFEST_FILE};
 use horizon_core::artifact::{VerifySummary, verify};
 use horizon_core::backend::Activations;
+use horizon_core::dense::DenseFormat;
 use horizon_core::dtype::DType;
 use horizon_core::ids::LayerId;
 use horizon_core::record::{Canonical, RecordLayout};
@@ -37,6 +38,8 @@ pub struct Inspection {
     pub dtypes: DTypeRecord,
     /// How the experts are held, or would be.
     pub experts: ExpertsRecord,
+    /// How the non-routed weights would be held and executed. What an artifact or a checkpoint stores is another field.
+    pub dense: DenseFormat,
     /// Sizes.
     pub sizes: Sizes,
     /// What quantization lost, by layer; `None` if it was not measured.
@@ -206,6 +209,7 @@ fn collect(
         parameters: Parameters { total, active },
         dtypes: dtypes(source, options.activations, options.experts)?,
         experts: ExpertsRecord::new(encoding, engine::quantizer(source, options.experts)),
+        dense: options.dense,
         sizes: Sizes {
             file_bytes,
             files,
@@ -215,7 +219,7 @@ fn collect(
             dense_bytes: host_memory.weights.dense,
         },
         quantization_error: measured.map(|m| m.iter().map(LayerLoss::from).collect()),
-        bytes_per_token: BytesPerToken::at(spec, layout.as_ref(), options.activations, 0),
+        bytes_per_token: BytesPerToken::at(spec, layout.as_ref(), options.dense, options.activations, 0),
         host_memory,
         gpu_memory: GpuTable {
             context,
@@ -223,7 +227,7 @@ fn collect(
             not_included: "workspaces, graphs and the driver's own memory: this build has no GPU backend to plan them",
             capacities: layout
                 .as_ref()
-                .map(|l| gpu_memory(spec, l, context))
+                .map(|l| gpu_memory(spec, l, options.dense, context))
                 .unwrap_or_default(),
         },
         spec: spec.as_ref().clone(),

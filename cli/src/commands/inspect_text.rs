@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use horizon_core::dense::DenseFormat;
 use horizon_core::dtype::DType;
 use horizon_core::qpacked::Quantizer;
 use horizon_core::spec::{FeedForward, ModelSpec, QkNorm};
@@ -36,7 +37,13 @@ pub fn text(i: &Inspection) -> String {
     line("scale", d.scale.to_string());
     line("activation", d.activation.to_string());
     line("accumulation", d.accumulation.to_string());
-    line("non-routed", d.non_routed_execution.to_string());
+    line(
+        "non-routed",
+        match i.dense {
+            DenseFormat::F16 => d.non_routed_execution.to_string(),
+            DenseFormat::Q8 => format!("{}, matrices q8 from the load on", d.non_routed_execution),
+        },
+    );
     line("experts", experts(&i.experts));
     if let (Some(record), Some(payload)) = (i.sizes.record_bytes, i.sizes.record_payload_bytes) {
         line(

@@ -4,13 +4,14 @@
 //! the instruction set, the number of threads, or how many rows a step has. `docs/numerics.md` gives the reasons.
 //!
 //! A dot product keeps [`LANES`] partial sums and folds them by halves. Which element goes to which lane is part
-//! of the rule: for FP16 and FP32 weights element `i` goes to lane `i % 16`; for packed codes, where one 32-bit
+//! of the rule: for FP16, FP32 and q8 weights element `i` goes to lane `i % 16`; for packed codes, where one 32-bit
 //! word holds eight neighbours, element `i` goes to lane `(i % 128) / 8`. Within a lane elements are taken in
 //! ascending order.
 
 use half::f16;
 use rayon::prelude::*;
 
+use crate::dense_q8;
 use crate::qpacked::BlockSize;
 
 /// Partial sums of a dot product.
@@ -38,6 +39,17 @@ pub fn fold(mut lanes: [f32; LANES]) -> f32 {
 #[must_use]
 pub fn dot_f16(w: &[f16], x: &[f32]) -> f32 {
     dot_by(w.len(), x, |i| w[i].to_f32())
+}
+
+/// `Σ w·x` of one q8 row: `scales` holds one FP16 scale a block of [`BLOCK`](dense_q8::BLOCK), `w = f32(d) * q`.
+///
+/// # Panics
+/// When `codes` and `x` differ in length, or `scales` is shorter than they ask for.
+#[must_use]
+pub fn dot_q8(codes: &[i8], scales: &[f16], x: &[f32]) -> f32 {
+    dot_by(codes.len(), x, |i| {
+        scales[i / dense_q8::BLOCK].to_f32() * f32::from(codes[i])
+    })
 }
 
 /// `Σ w·x` of FP32 values.
@@ -307,6 +319,17 @@ mod tests {
             .map(|i| -0.25 * (f32::from(i) - 8.0) * f32::from(i))
             .sum();
         assert_eq!(dot_qpacked(&codes, &[d], BlockSize::B32, &x), want);
+    }
+
+    #[test]
+    fn q8_dot_forms_each_weight_exactly_in_the_order_of_fp16() {
+        let (codes, x): (Vec<i8>, Vec<f32>) = (0..70i8).map(|i| (i - 35, f32::from(i) / 7.0)).unzip();
+        let scales = [0.25, -1.5, 0.0625].map(f16::from_f32);
+        // All weights are FP16 values here: the FP16 product is the same sum.
+        let w: Vec<f16> = (0..70)
+            .map(|i| f16::from_f32(scales[i / 32].to_f32() * f32::from(codes[i])))
+            .collect();
+        assert_eq!(dot_q8(&codes, &scales, &x).to_bits(), dot_f16(&w, &x).to_bits());
     }
 
     #[test]

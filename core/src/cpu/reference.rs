@@ -13,11 +13,12 @@ use crate::backend::{
 };
 use crate::cpu::kv::{HeadRows, KvCache};
 use crate::cpu::numerics::{
-    RotaryTable, Routing, argmax, dot_f16, dot_f32, dot_qpacked, narrow, rms_norm, route, sigmoid, silu,
-    softmax,
+    RotaryTable, Routing, argmax, dot_f16, dot_f32, dot_q8, dot_qpacked, narrow, rms_norm, route, sigmoid,
+    silu, softmax,
 };
 use crate::cpu::step::{Finished, Weights, check_batch, for_each_wave, group_by_expert, routing_taps};
-use crate::dense::DenseStore;
+use crate::dense::{DenseMatrix, DenseStore};
+use crate::dense_q8::scales_per_row;
 use crate::ids::LayerId;
 use crate::provider::{ExpertProvider, Hold, SlotMemory};
 use crate::record::{Canonical, ExpertEncoding, RecordLayout, RecordTiling};
@@ -189,10 +190,20 @@ impl ReferenceModel {
         x
     }
 
-    /// `W·x + b` with FP16 weights.
-    fn project(&self, matrix: &[f16], bias: Option<&[f16]>, x: &[f32]) -> Vec<f32> {
+    /// `W·x + b`.
+    fn project(&self, matrix: DenseMatrix<'_>, bias: Option<&[f16]>, x: &[f32]) -> Vec<f32> {
         let x = self.activations(x);
-        let mut y: Vec<f32> = matrix.chunks_exact(x.len()).map(|row| dot_f16(row, &x)).collect();
+        let mut y: Vec<f32> = match matrix {
+            DenseMatrix::F16 { values, cols } => {
+                values.chunks_exact(cols).map(|row| dot_f16(row, &x)).collect()
+            }
+            DenseMatrix::Q8(w) => w
+                .codes
+                .chunks_exact(w.cols)
+                .zip(w.scales.chunks_exact(scales_per_row(w.cols)))
+                .map(|(codes, scales)| dot_q8(codes, scales, &x))
+                .collect(),
+        };
         for (y, b) in y.iter_mut().zip(bias.unwrap_or_default()) {
             *y += b.to_f32();
         }
@@ -210,7 +221,7 @@ impl ReferenceModel {
                 (LayerRole::Key, LayerRole::KeyBias),
                 (LayerRole::Value, LayerRole::ValueBias),
             ]
-            .map(|(w, b)| self.project(self.weights.layer(layer, w), self.weights.optional(layer, b), &x));
+            .map(|(w, b)| self.project(self.weights.matrix(layer, w), self.weights.optional(layer, b), &x));
             for (x, role) in [(&mut q, LayerRole::QueryNorm), (&mut k, LayerRole::KeyNorm)] {
                 *x = match a.qk_norm {
                     QkNorm::None => continue,
@@ -243,7 +254,7 @@ impl ReferenceModel {
                 })
                 .collect();
             let bias = self.weights.optional(layer, LayerRole::OutputBias);
-            out.push(self.project(self.weights.layer(layer, LayerRole::Output), bias, &heads));
+            out.push(self.project(self.weights.matrix(layer, LayerRole::Output), bias, &heads));
         }
         out
     }
@@ -257,7 +268,7 @@ impl ReferenceModel {
     }
 
     fn gated_mlp(&self, layer: LayerId, roles: [LayerRole; 3], x: &[f32]) -> Vec<f32> {
-        let [gate, up, down] = roles.map(|role| self.weights.layer(layer, role));
+        let [gate, up, down] = roles.map(|role| self.weights.matrix(layer, role));
         let act = swiglu(&self.project(gate, None, x), &self.project(up, None, x));
         self.project(down, None, &act)
     }

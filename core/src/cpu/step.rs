@@ -7,10 +7,10 @@ use half::f16;
 
 use crate::backend::{BackendError, Regime, StepBatch, StepError, StepOutput, Ticket};
 use crate::cpu::numerics::Routing;
-use crate::dense::DenseStore;
+use crate::dense::{DenseMatrix, DenseStore, held_tensors};
 use crate::ids::{ExpertId, LayerId};
 use crate::provider::{AcquireError, ExpertProvider, Hold, RoutedGroup, SlotAddress};
-use crate::roles::{DenseRole, LayerRole, dense_tensors};
+use crate::roles::{DenseRole, LayerRole};
 use crate::spec::ModelSpec;
 use crate::stage::{Stage, Tap, TapData};
 use crate::transport::Completion;
@@ -72,7 +72,6 @@ pub fn check_batch(
 #[derive(Clone, Debug)]
 pub struct Weights {
     store: Arc<DenseStore>,
-    head: DenseRole,
 }
 
 impl Weights {
@@ -85,51 +84,57 @@ impl Weights {
         spec: &ModelSpec,
         store: &Arc<DenseStore>,
     ) -> Result<Self, BackendError> {
-        for (role, shape) in dense_tensors(spec) {
-            let values = shape.iter().product::<usize>();
-            if store.get(role).is_none_or(|t| t.len() != values) {
+        for t in held_tensors(spec, store.format()) {
+            let held = store.matrix(t.role).map(|m| (m.rows() * m.cols(), m.cols()));
+            if held != Some((t.values(), t.cols())) {
                 return Err(BackendError::MissingWeight {
                     backend,
-                    role: format!("{role:?} of shape {shape:?}"),
+                    role: format!("{:?} of shape {:?}", t.role, t.shape),
                 });
             }
         }
-        let head = if spec.tied_embeddings {
-            DenseRole::Embedding
-        } else {
-            DenseRole::OutputHead
-        };
-        Ok(Self {
-            store: store.clone(),
-            head,
-        })
+        Ok(Self { store: store.clone() })
     }
 
-    /// The tensor of `role`, which the specification has.
+    /// The FP16 tensor of `role`, which the specification has.
     ///
     /// # Panics
-    /// When the specification does not have it.
+    /// When the specification does not have it, or it is a matrix that is held as q8.
     #[must_use]
     pub fn get(&self, role: DenseRole) -> &[f16] {
         self.store.get(role).expect("checked when the model was opened")
     }
 
-    /// A layer's tensor.
+    /// A layer's matrix, as it is held.
+    ///
+    /// # Panics
+    /// When the specification does not have it.
+    #[must_use]
+    pub fn matrix(&self, layer: LayerId, role: LayerRole) -> DenseMatrix<'_> {
+        let matrix = self.store.matrix(DenseRole::Layer(layer, role));
+        matrix.expect("checked when the model was opened")
+    }
+
+    /// A layer's FP16 tensor.
     #[must_use]
     pub fn layer(&self, layer: LayerId, role: LayerRole) -> &[f16] {
         self.get(DenseRole::Layer(layer, role))
     }
 
-    /// A layer's tensor that only some specifications have.
+    /// A layer's norm or bias that only some specifications have.
     #[must_use]
     pub fn optional(&self, layer: LayerId, role: LayerRole) -> Option<&[f16]> {
         self.store.get(DenseRole::Layer(layer, role))
     }
 
     /// The output head: the embedding table when tied.
+    ///
+    /// # Panics
+    /// Never: its presence was checked.
     #[must_use]
-    pub fn head(&self) -> &[f16] {
-        self.get(self.head)
+    pub fn head(&self) -> DenseMatrix<'_> {
+        let matrix = self.store.matrix(self.store.head_role());
+        matrix.expect("checked when the model was opened")
     }
 
     /// Writes row `token` of the embedding table: the start of the residual stream.

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use horizon_core::artifact::manifest::{DTypeRecord, LayerError};
 use horizon_core::artifact::{Artifact, ArtifactError, Check, Progress};
-use horizon_core::dense::{self, DenseStore};
+use horizon_core::dense::{self, DenseFormat, DenseStore};
 use horizon_core::dtype::NarrowingReport;
 use horizon_core::image::ExpertImage;
 use horizon_core::qpacked::{BlockSize, QuantizationError, Quantizer};
@@ -47,6 +47,8 @@ impl Default for ExpertsMode {
 pub struct LoadOptions {
     /// Form of the routed experts.
     pub experts: ExpertsMode,
+    /// Form of the non-routed weights.
+    pub dense: DenseFormat,
     /// What is checked of an artifact's bytes.
     pub check: Check,
 }
@@ -165,7 +167,7 @@ impl ModelSource {
             check: options.check,
             progress,
         };
-        let dense = DenseStore::load(&self.spec, &reader)?;
+        let dense = DenseStore::load_as(&self.spec, options.dense, &reader)?;
         let layout = RecordLayout::new(&self.spec, encoding);
         let image = layout
             .as_ref()
@@ -218,7 +220,7 @@ impl ModelSource {
             losses: Mutex::default(),
             progress,
         };
-        let dense = DenseStore::load(&self.spec, &reader)?;
+        let dense = DenseStore::load_as(&self.spec, options.dense, &reader)?;
         let layout = RecordLayout::new(&self.spec, encoding);
         let image = layout
             .as_ref()

@@ -1,8 +1,7 @@
 //! How much host memory a model will take, before any of it is reserved.
 
-use horizon_core::memory::align_up;
+use horizon_core::dense::{DenseFormat, conversion_bytes, held_tensors};
 use horizon_core::record::{ExpertEncoding, RecordLayout, RecordTiling};
-use horizon_core::roles::dense_tensors;
 use horizon_core::spec::ModelSpec;
 use serde::Serialize;
 
@@ -13,35 +12,38 @@ pub struct HostBytes {
     pub experts: u64,
     /// Non-routed weights.
     pub dense: u64,
-    /// Buffers while loading: one canonical record a thread. Given back before the first step.
+    /// Buffers while loading: a thread has one tensor on its way to q8, later one canonical record. Given back before
+    /// the first step.
     pub scratch: u64,
 }
 
 impl HostBytes {
-    /// What `spec` takes with its experts in `encoding`, tiled by `tiling`, loaded by `threads` threads.
+    /// What `spec` takes with its experts in `encoding`, tiled by `tiling`, its non-routed weights in `format`, loaded
+    /// by `threads` threads.
     #[must_use]
     pub fn predict(
         spec: &ModelSpec,
         encoding: ExpertEncoding,
+        format: DenseFormat,
         tiling: &dyn RecordTiling,
         threads: usize,
     ) -> Self {
-        let dense = dense_tensors(spec)
-            .iter()
-            .map(|(_, shape)| align_up(shape.iter().product::<usize>() * 2) as u64)
-            .sum();
+        let held = held_tensors(spec, format);
+        let dense = held.iter().map(|t| t.held_bytes() as u64).sum();
+        let converting = conversion_bytes(spec, format, threads) as u64;
         let Some((moe, layout)) = spec.moe().zip(RecordLayout::new(spec, encoding)) else {
             return Self {
                 experts: 0,
                 dense,
-                scratch: 0,
+                scratch: converting,
             };
         };
         let records = (moe.experts * spec.moe_layers().count()) as u64;
         Self {
             experts: tiling.tiled_bytes(&layout) as u64 * records,
             dense,
-            scratch: (layout.bytes * threads) as u64,
+            // The experts follow the non-routed weights.
+            scratch: converting.max((layout.bytes * threads) as u64),
         }
     }
 

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use half::f16;
 use horizon_core::artifact::{Check, Progress, Silent, verify};
+use horizon_core::dense::{DenseFormat, conversion_bytes};
 use horizon_core::dtype::{DType, NarrowingReport};
 use horizon_core::ids::ExpertId;
 use horizon_core::image::ExpertImage;
@@ -27,8 +28,13 @@ fn packed(hub: &Path, dest: &Path, options: &PackOptions) -> Result<PackReport, 
 }
 
 fn load(path: &Path, experts: ExpertsMode) -> LoadedModel {
+    load_as(path, experts, DenseFormat::F16)
+}
+
+fn load_as(path: &Path, experts: ExpertsMode, dense: DenseFormat) -> LoadedModel {
     let options = LoadOptions {
         experts,
+        dense,
         check: Check::Sha256,
     };
     ModelSource::open(path)
@@ -357,18 +363,22 @@ fn once_loaded_nothing_refers_to_the_files() {
 fn the_predicted_bytes_are_those_that_are_held() {
     for tiny in [Tiny::olmoe(), Tiny::qwen2()] {
         let (_dir, hub, _) = scene(&tiny, Dtype::BF16, 1);
-        for experts in [ExpertsMode::F16, ExpertsMode::default()] {
-            let model = load(&hub, experts);
-            let bytes = HostBytes::predict(&model.spec, model.encoding, &Canonical, 3);
+        for (experts, dense) in [
+            (ExpertsMode::F16, DenseFormat::F16),
+            (ExpertsMode::default(), DenseFormat::F16),
+            (ExpertsMode::default(), DenseFormat::Q8),
+        ] {
+            let model = load_as(&hub, experts, dense);
+            let bytes = HostBytes::predict(&model.spec, model.encoding, dense, &Canonical, 3);
             assert_eq!(bytes.dense, model.dense.bytes() as u64);
             assert_eq!(
                 bytes.experts,
                 model.image.as_ref().expect("experts").bytes() as u64
             );
-            assert_eq!(
-                bytes.scratch,
-                3 * model.layout.as_ref().expect("experts").bytes as u64
-            );
+            // Tensors on their way to q8 and then records, not both at once.
+            let records = 3 * model.layout.as_ref().expect("experts").bytes;
+            let scratch = records.max(conversion_bytes(&model.spec, dense, 3));
+            assert_eq!(bytes.scratch, scratch as u64);
             assert_eq!(bytes.resident(), bytes.dense + bytes.experts);
         }
     }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use horizon_core::artifact::Silent;
 use horizon_core::backend::{Activations, Backend, CompiledModel, Regime, StepBatch, StepOutput, StepRow};
 use horizon_core::cpu::{FastCpu, ReferenceCpu};
+use horizon_core::dense::DenseFormat;
 use horizon_core::provider::{ExpertProvider, FullyResident};
 use horizon_core::qpacked::{BlockSize, Quantizer};
 use horizon_core::stage::TapData;
@@ -30,6 +31,7 @@ pub struct Arm {
     pub backend: Which,
     pub activations: Activations,
     pub experts: ExpertsMode,
+    pub dense: DenseFormat,
 }
 
 /// Experts packed with `absmax`, as the goldens of the packed form are.
@@ -50,6 +52,7 @@ impl Arm {
                     backend,
                     activations,
                     experts,
+                    dense: DenseFormat::F16,
                 })
             })
     }
@@ -66,6 +69,7 @@ impl Arm {
     pub fn open(&self, source: &ModelSource) -> Running {
         let options = LoadOptions {
             experts: self.experts,
+            dense: self.dense,
             ..LoadOptions::default()
         };
         let tiling = match self.backend {

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use horizon_core::backend::Activations;
+use horizon_core::dense::DenseFormat;
 use horizon_models::demo::{decompress, restore_weights};
 use horizon_models::source::{ExpertsMode, ModelSource};
 use horizon_models::tokenizer::Tokenizer;
@@ -49,10 +50,15 @@ fn golden(model: &str) -> Value {
 }
 
 fn running(model: &str, activations: Activations, experts: ExpertsMode) -> Running {
+    running_as(model, activations, experts, DenseFormat::F16)
+}
+
+fn running_as(model: &str, activations: Activations, experts: ExpertsMode, dense: DenseFormat) -> Running {
     Arm {
         backend: Which::Fast,
         activations,
         experts,
+        dense,
     }
     .open(&source(model))
 }
@@ -183,12 +189,16 @@ fn the_first_tokens_take_the_recorded_experts() {
 
 /// Loss on the first 32 KiB of the held-out text, in windows of 512 tokens.
 fn loss(model: &str, activations: Activations, experts: ExpertsMode) -> Perplexity {
+    loss_as(model, activations, experts, DenseFormat::F16)
+}
+
+fn loss_as(model: &str, activations: Activations, experts: ExpertsMode, dense: DenseFormat) -> Perplexity {
     let golden = golden(model);
     let bytes = usize::try_from(golden["val"]["bytes"].as_u64().expect("a number")).expect("small");
     let text = String::from_utf8(unpacked("train/val.txt.zst")).expect("the text is UTF-8");
     let tokens = tokenizer().encode(&text[..bytes], true).expect("encodes");
     let window = usize::try_from(golden["val"]["nll_window"].as_u64().expect("a number")).expect("small");
-    let mut running = running(model, activations, experts);
+    let mut running = running_as(model, activations, experts, dense);
     let result = running
         .evaluator()
         .perplexity(&tokens, window, &mut |_| {})
@@ -229,5 +239,25 @@ fn packing_costs_less_than_one_percent_of_the_loss() {
             "{model}: {packed} packed, {plain} unquantized"
         );
         assert!(packed != plain, "{model}: packing changed nothing");
+    }
+}
+
+/// docs/results/dense-loss.md has the figures: at most 0.03 % either way.
+#[test]
+fn q8_weights_cost_less_than_a_thousandth_of_the_loss() {
+    for model in MODELS {
+        for experts in [ExpertsMode::F16, ExpertsMode::default()] {
+            let [plain, q8] = [DenseFormat::F16, DenseFormat::Q8]
+                .map(|dense| loss_as(model, Activations::F16, experts, dense).nll);
+            println!(
+                "{model} {experts:?}: {plain:.6}, q8 {q8:.6}, {:+.3} %",
+                100.0 * (q8 / plain - 1.0)
+            );
+            assert!(
+                (q8 / plain - 1.0).abs() < 1e-3,
+                "{model} {experts:?}: q8 {q8}, f16 {plain}"
+            );
+            assert!(q8 != plain, "{model}: q8 changed nothing");
+        }
     }
 }

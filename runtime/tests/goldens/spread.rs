@@ -2,6 +2,7 @@
 
 use horizon_core::artifact::Silent;
 use horizon_core::backend::Activations;
+use horizon_core::dense::DenseFormat;
 use horizon_core::synthetic::{Shape, SyntheticSpec, write_checkpoint};
 use horizon_models::source::{ExpertsMode, ModelSource};
 use horizon_models::tokenizer::Tokenizer;
@@ -40,6 +41,7 @@ fn random_tokens_use_all_experts_of_every_layer() {
             backend: Which::Fast,
             activations: Activations::F16,
             experts,
+            dense: DenseFormat::F16,
         }
         .open(&source);
         let load = RoutingLoad::measure(

@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicBool;
 
 use horizon_core::artifact::Silent;
 use horizon_core::backend::Activations;
+use horizon_core::dense::DenseFormat;
 use horizon_core::qpacked::BlockSize;
 use horizon_models::pack::{PackOptions, pack};
 use horizon_models::source::{ExpertsMode, ModelSource};
@@ -152,6 +153,7 @@ fn check_model(model: &str, backend: Which) {
         backend,
         activations: Activations::F32,
         experts: ExpertsMode::F16,
+        dense: DenseFormat::F16,
     };
     check_form(&mut report, model, "goldens", [arm].into_iter(), &from_v5);
     report.end();

@@ -46,14 +46,14 @@ fn project(c: &Context, ws: &mut Workspace, n: usize, layer: LayerId) {
     let inputs = &mut ws.inputs[..n * padded(hidden)];
     let norm = c.weights.layer(layer, LayerRole::AttentionNorm);
     norm_rows(c, &ws.hidden[..n * hidden], norm, inputs, c.narrows());
-    let matrices = [LayerRole::Query, LayerRole::Key, LayerRole::Value].map(|r| c.weights.layer(layer, r));
+    let matrices = [LayerRole::Query, LayerRole::Key, LayerRole::Value].map(|r| c.weights.matrix(layer, r));
     let mut tasks = Tasks::default();
     let mut rest = ws.raw.as_mut_slice();
     let mut results = Vec::with_capacity(3);
     for w in matrices {
-        let (raw, others) = rest.split_at_mut(w.len() / hidden * n);
+        let (raw, others) = rest.split_at_mut(w.rows() * n);
         results.push(raw.len());
-        tasks.dense(w, hidden, inputs, raw);
+        tasks.dense(w, inputs, raw);
         rest = others;
     }
     tasks.run(c.isa);
@@ -206,7 +206,7 @@ fn output(c: &Context, ws: &mut Workspace, n: usize, layer: LayerId) {
         });
     let raw = &mut ws.raw[..n * hidden];
     let mut tasks = Tasks::default();
-    tasks.dense(c.weights.layer(layer, LayerRole::Output), width, inputs, raw);
+    tasks.dense(c.weights.matrix(layer, LayerRole::Output), inputs, raw);
     tasks.run(c.isa);
     transpose(raw, n, &mut ws.block, hidden);
     if let Some(bias) = c.weights.optional(layer, LayerRole::OutputBias) {

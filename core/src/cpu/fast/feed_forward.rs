@@ -91,7 +91,7 @@ impl Step<'_> {
                     self.products(ws, &routed, mlp.take());
                     done.extend(routed.groups);
                 })?;
-                self.combine(ws, &done, &routing, &gates);
+                self.combine(ws, &done, &routing, &gates, moe.shared.is_some());
             }
         }
         Ok(())
@@ -110,19 +110,10 @@ impl Step<'_> {
         let gated = moe.shared.as_ref().is_some_and(|s| s.gated);
         let gates = &mut rest[..if gated { n } else { 0 }];
         let mut tasks = Tasks::default();
-        tasks.dense(
-            c.weights.layer(self.layer, LayerRole::Router),
-            hidden,
-            inputs,
-            raw,
-        );
+        tasks.dense(c.weights.matrix(self.layer, LayerRole::Router), inputs, raw);
         if gated {
-            tasks.dense(
-                c.weights.layer(self.layer, LayerRole::SharedExpertGate),
-                hidden,
-                inputs,
-                gates,
-            );
+            let gate = c.weights.matrix(self.layer, LayerRole::SharedExpertGate);
+            tasks.dense(gate, inputs, gates);
         }
         tasks.run(c.isa);
         let mut logits = vec![0.0; n * moe.experts];
@@ -166,13 +157,8 @@ impl Step<'_> {
             };
             self.expert_tasks(&mut tasks, routed, matrix, (routed.width, hidden), &mut place);
             if let Some((roles, width)) = mlp {
-                let w = c.weights.layer(self.layer, roles[role]);
-                tasks.dense(
-                    w,
-                    hidden,
-                    &ws.inputs[..n * padded(hidden)],
-                    &mut rest[..n * width],
-                );
+                let w = c.weights.matrix(self.layer, roles[role]);
+                tasks.dense(w, &ws.inputs[..n * padded(hidden)], &mut rest[..n * width]);
             }
         }
         tasks.run(c.isa);
@@ -193,8 +179,8 @@ impl Step<'_> {
             &mut place,
         );
         if let Some((roles, width)) = mlp {
-            let w = c.weights.layer(self.layer, roles[2]);
-            tasks.dense(w, width, &ws.mlp_acts[..n * padded(width)], shared);
+            let w = c.weights.matrix(self.layer, roles[2]);
+            tasks.dense(w, &ws.mlp_acts[..n * padded(width)], shared);
         }
         tasks.run(c.isa);
     }
@@ -326,7 +312,14 @@ impl Step<'_> {
     }
 
     /// The weighted sum of each row's experts in ranking order, then its shared expert, into `ws.block`.
-    fn combine(&self, ws: &mut Workspace, groups: &[ExpertRows], routing: &[Routing], gates: &[f32]) {
+    fn combine(
+        &self,
+        ws: &mut Workspace,
+        groups: &[ExpertRows],
+        routing: &[Routing],
+        gates: &[f32],
+        shared: bool,
+    ) {
         let (c, n, hidden) = (self.c, self.rows, self.c.spec.hidden);
         let top_k = routing[0].experts.len();
         let mut places = vec![Place::default(); n * top_k];
@@ -340,7 +333,6 @@ impl Step<'_> {
                 ..place
             };
         }
-        let shared = c.weights.optional(self.layer, LayerRole::SharedDown).is_some();
         let shared_place = |t| Place {
             start: 0,
             uses: n,

@@ -296,7 +296,7 @@ fn head(c: &Context, ws: &mut Workspace, batch: &StepBatch, out: &mut StepOutput
         }
         let raw = &mut ws.raw[..rows.len() * vocab];
         let mut tasks = Tasks::default();
-        tasks.dense(c.weights.head(), width, inputs, raw);
+        tasks.dense(c.weights.head(), inputs, raw);
         tasks.run(c.isa);
         let start = out.logits.len();
         out.logits.resize(start + rows.len() * vocab, 0.0);

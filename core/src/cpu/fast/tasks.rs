@@ -4,8 +4,9 @@ use half::f16;
 use rayon::prelude::*;
 
 use crate::cpu::simd::Isa;
-use crate::cpu::simd::kernels::{Gemm, QpackedGemm, QpackedIntegerGemm, QpackedRows};
+use crate::cpu::simd::kernels::{Gemm, Q8Gemm, QpackedGemm, QpackedIntegerGemm, QpackedRows};
 use crate::cpu::tiling::TiledRows;
+use crate::dense::DenseMatrix;
 
 /// Multiply-adds below which a product is not cut further: a task of fewer costs more to hand to another thread than it saves.
 const SMALLEST_TASK: usize = 1 << 18;
@@ -19,10 +20,7 @@ pub struct Task<'a> {
 }
 
 enum Rows<'a> {
-    F16 {
-        values: &'a [f16],
-        cols: usize,
-    },
+    Dense(DenseMatrix<'a>),
     Qpacked(QpackedRows<'a>),
     /// Packed rows against rows of integers.
     Integers(QpackedRows<'a>),
@@ -34,16 +32,22 @@ pub struct Tasks<'a>(Vec<Task<'a>>);
 
 impl<'a> Tasks<'a> {
     /// Adds `out[row][input] = W·x`, cut into tasks. `inputs` is `[inputs][padded(cols)]`.
-    pub fn dense(&mut self, values: &'a [f16], cols: usize, inputs: &'a [f32], out: &'a mut [f32]) {
-        let (rows, n) = (values.len() / cols, out.len() * cols / values.len());
+    pub fn dense(&mut self, matrix: DenseMatrix<'a>, inputs: &'a [f32], out: &'a mut [f32]) {
+        let (rows, cols) = (matrix.rows(), matrix.cols());
+        let n = out.len() / rows;
         let step = rows_per_task(rows, cols * n);
-        for (values, out) in values.chunks(step * cols).zip(out.chunks_mut(step * n)) {
+        for (i, out) in out.chunks_mut(step * n).enumerate() {
             self.0.push(Task {
-                weights: Rows::F16 { values, cols },
+                weights: Rows::Dense(matrix.range(i * step..i * step + out.len() / n)),
                 inputs,
                 out,
             });
         }
+    }
+
+    /// The same for FP16 rows of `cols` values.
+    pub fn f16(&mut self, values: &'a [f16], cols: usize, inputs: &'a [f32], out: &'a mut [f32]) {
+        self.dense(DenseMatrix::F16 { values, cols }, inputs, out);
     }
 
     /// The same for a matrix of an expert; `inputs` is padded in the control arm, else permuted, or arranged as
@@ -58,7 +62,7 @@ impl<'a> Tasks<'a> {
         out: &'a mut [f32],
     ) {
         match weights {
-            TiledRows::F16(values) => self.dense(values, cols, inputs, out),
+            TiledRows::F16(values) => self.f16(values, cols, inputs, out),
             TiledRows::Qpacked(packed) => {
                 let n = out.len() / rows;
                 let step = rows_per_task(rows, cols * n);
@@ -92,12 +96,13 @@ impl Task<'_> {
     fn run(self, isa: Isa) {
         let Self { inputs, out, .. } = self;
         match self.weights {
-            Rows::F16 { values, cols } => isa.run(Gemm {
+            Rows::Dense(DenseMatrix::F16 { values, cols }) => isa.run(Gemm {
                 weights: values,
                 cols,
                 inputs,
                 out,
             }),
+            Rows::Dense(DenseMatrix::Q8(weights)) => isa.run(Q8Gemm { weights, inputs, out }),
             Rows::Integers(weights) => isa.run(QpackedIntegerGemm { weights, inputs, out }),
             Rows::Qpacked(weights) => isa.run(QpackedGemm { weights, inputs, out }),
         }

@@ -5,11 +5,12 @@
 )]
 
 use std::arch::x86_64::{
-    __m256, __m256i, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm_loadu_si128,
-    _mm_prefetch, _mm256_add_epi32, _mm256_and_si256, _mm256_cvtepi32_ps, _mm256_cvtph_ps, _mm256_fmadd_ps,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_madd_epi16, _mm256_mul_ps, _mm256_set1_epi16,
-    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setzero_si256, _mm256_srli_epi16, _mm256_srli_epi32,
-    _mm256_storeu_ps, _mm256_sub_epi16, _mm256_sub_epi32,
+    __m256, __m256i, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm_loadl_epi64,
+    _mm_loadu_si128, _mm_prefetch, _mm256_add_epi32, _mm256_and_si256, _mm256_cvtepi8_epi32,
+    _mm256_cvtepi32_ps, _mm256_cvtph_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_loadu_si256,
+    _mm256_madd_epi16, _mm256_mul_ps, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps,
+    _mm256_setzero_si256, _mm256_srli_epi16, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_sub_epi16,
+    _mm256_sub_epi32,
 };
 
 use half::f16;
@@ -80,6 +81,18 @@ impl Simd for Avx2 {
             [
                 _mm256_cvtph_ps(_mm_loadu_si128(low.as_ptr().cast())),
                 _mm256_cvtph_ps(_mm_loadu_si128(high.as_ptr().cast())),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> Self::V {
+        let [low, high] = halves(x);
+        // SAFETY: `self` proves AVX2; each reference covers the 8 bytes read, unaligned.
+        unsafe {
+            [
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(low.as_ptr().cast()))),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(high.as_ptr().cast()))),
             ]
         }
     }

@@ -5,11 +5,11 @@
 )]
 
 use std::arch::x86_64::{
-    __m512, __m512i, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm_prefetch,
-    _mm256_loadu_si256, _mm256_setr_epi16, _mm512_broadcast_i64x4, _mm512_cvtepi32_ps, _mm512_cvtph_ps,
-    _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mul_ps,
-    _mm512_permutexvar_epi16, _mm512_permutexvar_ps, _mm512_set1_ps, _mm512_setr_ps, _mm512_setzero_si512,
-    _mm512_srli_epi16, _mm512_srli_epi32, _mm512_storeu_ps,
+    __m512, __m512i, _MM_HINT_T0, _mm_cvtph_ps, _mm_cvtsi32_si128, _mm_cvtss_f32, _mm_loadu_si128,
+    _mm_prefetch, _mm256_loadu_si256, _mm256_setr_epi16, _mm512_broadcast_i64x4, _mm512_cvtepi8_epi32,
+    _mm512_cvtepi32_ps, _mm512_cvtph_ps, _mm512_dpwssd_epi32, _mm512_fmadd_ps, _mm512_loadu_ps,
+    _mm512_loadu_si512, _mm512_mul_ps, _mm512_permutexvar_epi16, _mm512_permutexvar_ps, _mm512_set1_ps,
+    _mm512_setr_ps, _mm512_setzero_si512, _mm512_srli_epi16, _mm512_srli_epi32, _mm512_storeu_ps,
 };
 
 use half::f16;
@@ -78,6 +78,12 @@ impl Simd for Avx512 {
     fn load_f16(self, x: &[f16; LANES]) -> __m512 {
         // SAFETY: `self` proves AVX-512 F and AVX2; the reference covers the 32 bytes read, unaligned.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(x.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> __m512 {
+        // SAFETY: `self` proves AVX-512 F; the reference covers the 16 bytes read, unaligned.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(x.as_ptr().cast()))) }
     }
 
     #[inline(always)]

@@ -41,6 +41,8 @@ pub trait Simd: Copy + Send + Sync {
     fn load(self, x: &[f32; LANES]) -> Self::V;
     /// Lanes from FP16.
     fn load_f16(self, x: &[f16; LANES]) -> Self::V;
+    /// Lanes from integers.
+    fn load_i8(self, x: &[i8; LANES]) -> Self::V;
     /// Lanes to memory.
     fn store(self, v: Self::V, out: &mut [f32; LANES]);
     /// `a * b`.

@@ -37,6 +37,11 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> Self::V {
+        x.map(f32::from)
+    }
+
+    #[inline(always)]
     fn store(self, v: Self::V, out: &mut [f32; LANES]) {
         *out = v;
     }

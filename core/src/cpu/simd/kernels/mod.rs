@@ -8,11 +8,14 @@
 mod dense;
 mod integer;
 mod packed;
+mod q8;
 mod rows;
+mod tiles;
 
 pub use dense::{Element, Gemm, WeightedRows, padded};
 pub use integer::{QpackedIntegerGemm, arrange_integers, integer_len};
 pub use packed::{QpackedGemm, QpackedRows, permute, permuted_len};
+pub use q8::Q8Gemm;
 pub use rows::{AddScaled, ScaleRow, SumOfSquares};
 
 use super::Simd;
