@@ -15,6 +15,10 @@ const UNSAFE: &[&str] = &[
     "core/src/cpu/simd/avx512.rs",
     "core/src/cpu/transport.rs",
     "core/src/qpacked/dispatch.rs",
+    "kernels-cuda/src/driver/emulated/ffi.rs",
+    "kernels-cuda/src/driver/emulated/mod.rs",
+    "kernels-cuda/src/driver/emulated/tests.rs",
+    "kernels-cuda/src/driver/mod.rs",
 ];
 
 fn project() -> Vec<SourceFile> {

@@ -81,8 +81,8 @@ pub const HOMES: &[(&str, &str)] = &[
     ("criterion", "benches"),
 ];
 
-/// Files that may read the environment.
-pub const ENVIRONMENT: &[&str] = &["cli/src/args.rs"];
+/// Files that may read the environment; a build script is told its folders that way.
+pub const ENVIRONMENT: &[&str] = &["cli/src/args.rs", "kernels-cuda/build.rs"];
 
 /// Dependencies point the allowed way, and each outside dependency has one home. Takes a `Cargo.toml`.
 pub fn arrows(file: &SourceFile) -> Findings {

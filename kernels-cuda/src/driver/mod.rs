@@ -1,14 +1,19 @@
 //! The device as this crate uses it: memory, streams, events, launches, graphs.
 //!
-//! [`Driver`] has two implementations: the card, through the installed NVIDIA driver ([`cuda`]), and, for tests on a
-//! machine without one, the same kernel sources compiled for the host ([`emulated`], feature `emulator`).
+//! [`Driver`] has two implementations: the card, through the installed NVIDIA driver, and, for tests on a machine
+//! without one, the same kernel sources compiled for the host (module `emulated`, feature `emulator`).
+
+#[cfg(feature = "emulator")]
+pub mod emulated;
 
 use std::sync::Arc;
 
 use thiserror::Error;
 
 /// An address in device memory, or of host memory as the device sees it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, bytemuck::Pod, bytemuck::Zeroable,
+)]
 #[repr(transparent)]
 pub struct DevicePtr(pub u64);
 
