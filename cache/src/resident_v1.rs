@@ -364,6 +364,10 @@ impl ExpertProvider for ResidentV1 {
         held_by(self.current.load())
     }
 
+    fn complete(&self) -> bool {
+        self.geometry.capacity == self.geometry.experts
+    }
+
     fn waves(&self, hold: &Hold, group: &RoutedGroup<'_>) -> Vec<Vec<ExpertId>> {
         let limit = self.geometry.capacity.min(self.geometry.spares);
         if group.experts.len() <= limit {

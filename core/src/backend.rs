@@ -106,6 +106,21 @@ pub struct StepBatch {
     pub rows: Vec<StepRow>,
     /// Whether to copy out what each stage produced.
     pub taps: bool,
+    /// Which of the backend's two ways computes the step.
+    pub phase: Phase,
+    /// Only the most likely tokens are wanted of the rows that ask for logits; [`StepOutput::logits`] may stay empty.
+    pub tokens_only: bool,
+}
+
+/// Which executor computes a step. A row's bits depend on the phase, never on how many rows a step has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Phase {
+    /// Many rows a step: a prompt, or an evaluation.
+    #[default]
+    Prefill,
+    /// A row or a few.
+    Decode,
 }
 
 /// A step that has been started. Given back to [`CompiledModel::finish`] exactly once.
@@ -172,6 +187,14 @@ pub enum BackendError {
         /// The role.
         role: String,
     },
+    /// The device, or its driver.
+    #[error("backend {backend}: {reason}")]
+    Device {
+        /// Which backend.
+        backend: &'static str,
+        /// What happened, in the device's words.
+        reason: String,
+    },
     /// Memory was refused.
     #[error("backend {backend}: cannot allocate {bytes} bytes for {what}: {source}")]
     Memory {
@@ -198,6 +221,9 @@ pub enum StepError {
     /// The provider of experts has faulted.
     #[error(transparent)]
     Fault(#[from] CacheFault),
+    /// The device failed; what the step left behind is not known.
+    #[error("step: {0}")]
+    Device(String),
     /// The ticket is not of a step in flight.
     #[error("step: ticket {0} is not in flight")]
     UnknownTicket(u64),

@@ -140,6 +140,11 @@ pub trait ExpertProvider: Send + Sync {
     /// Captures the current generation, wait-free; once a step.
     fn capture(&self) -> Hold;
 
+    /// Whether every generation shows every expert, so that a step need not acquire.
+    fn complete(&self) -> bool {
+        false
+    }
+
     /// Cuts a group into waves that can each be acquired: what `hold` shows first, then the rest in ascending order.
     /// The cut depends on residency; results do not depend on the cut.
     fn waves(&self, hold: &Hold, group: &RoutedGroup<'_>) -> Vec<Vec<ExpertId>>;
@@ -179,6 +184,10 @@ impl ExpertProvider for FullyResident {
             generation: GenerationId(0),
             keep: self.image.clone(),
         }
+    }
+
+    fn complete(&self) -> bool {
+        true
     }
 
     fn waves(&self, _: &Hold, group: &RoutedGroup<'_>) -> Vec<Vec<ExpertId>> {

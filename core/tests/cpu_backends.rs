@@ -170,6 +170,7 @@ fn step(o: &mut Opened, tokens: &[u32], start: usize, sequence: usize) -> StepOu
     let batch = StepBatch {
         rows: tokens.iter().enumerate().map(row).collect(),
         taps: true,
+        ..StepBatch::default()
     };
     let ticket = o.model.enqueue(&batch, &o.provider).expect("enqueues");
     o.model.finish(ticket).expect("finishes")
@@ -311,6 +312,7 @@ fn a_row_has_the_same_bits_in_any_step() {
         let batch = StepBatch {
             rows: [rows(1, &[4, 5, 6]), rows(0, &TOKENS)].concat(),
             taps: false,
+            ..StepBatch::default()
         };
         let ticket = both.model.enqueue(&batch, &both.provider).expect("enqueues");
         let out = both.model.finish(ticket).expect("finishes");
@@ -435,7 +437,7 @@ fn a_bad_batch_is_refused_and_changes_nothing() {
         for (why, rows) in bad {
             let error = o
                 .model
-                .enqueue(&StepBatch { rows, taps: false }, &o.provider)
+                .enqueue(&StepBatch { rows, taps: false, ..StepBatch::default() }, &o.provider)
                 .expect_err(why);
             let StepError::Invalid(text) = error else {
                 panic!("{why}: {error}")

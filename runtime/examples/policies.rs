@@ -151,6 +151,7 @@ impl Writer {
         let batch = StepBatch {
             rows: rows.collect(),
             taps: true,
+            ..StepBatch::default()
         };
         let evaluator = self.engine.evaluator();
         let ticket = evaluator.model.enqueue(&batch, evaluator.experts)?;

@@ -108,6 +108,7 @@ impl Evaluator<'_> {
             let batch = StepBatch {
                 rows: chunk.iter().enumerate().map(row).collect(),
                 taps,
+                ..StepBatch::default()
             };
             let ticket = self.model.enqueue(&batch, self.experts)?;
             each(start, self.model.finish(ticket)?)?;

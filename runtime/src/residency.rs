@@ -20,6 +20,7 @@ use horizon_core::transport::Completion;
 use serde::Serialize;
 use thiserror::Error;
 
+use crate::budget::{BudgetError, Fit, Ledger, fit};
 use crate::engine::Settings;
 
 /// Staging buffers of the cache.
@@ -30,12 +31,26 @@ pub const FULLY_RESIDENT: &str = "fully-resident";
 /// A cache that is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheOptions {
-    /// Resident experts a layer.
-    pub capacity: usize,
+    /// How many experts of each layer are resident.
+    pub capacity: Capacity,
     /// Spare slots, shared by all layers; `None`: as many as a token has experts.
     pub spares: Option<usize>,
     /// Which experts make room.
     pub policy: Policy,
+}
+
+/// How many experts of each layer are resident.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Capacity {
+    /// So many.
+    Experts(usize),
+    /// As many as fit.
+    Budget {
+        /// Bytes that the device may use in all.
+        bytes: u64,
+        /// So many, if they fit; otherwise it is an error.
+        asked: Option<usize>,
+    },
 }
 
 /// Sizes and names that were decided.
@@ -74,8 +89,11 @@ impl ResidencySettings {
 #[derive(Debug, Error)]
 pub enum ResidencyError {
     /// Nothing to keep.
-    #[error("-c: the model has no routed experts")]
+    #[error("-c and --vram say how many routed experts are resident; the model has none")]
     NothingRouted,
+    /// The budget.
+    #[error(transparent)]
+    Budget(#[from] BudgetError),
     /// More spares than experts.
     #[error("--spares {spares}: the model has {experts} routed experts in all")]
     Spares {
@@ -102,25 +120,30 @@ impl ResidencyError {
     #[must_use]
     pub fn is_mistake(&self) -> bool {
         match self {
-            Self::NothingRouted | Self::Spares { .. } => true,
+            Self::NothingRouted | Self::Spares { .. } | Self::Budget(_) => true,
             Self::Setup(e) => matches!(e, SetupError::Capacity { .. } | SetupError::Spares { .. }),
             Self::Memory { .. } => false,
         }
     }
 }
 
-/// The sizes of the cache that is asked for.
+/// The sizes of a cache of `capacity` resident experts a layer (`None`: the fewest that the model can run with) and
+/// `spares` spare slots (`None`: as many as a token has experts).
 ///
 /// # Errors
 /// [`ResidencyError`] when the model cannot have it.
-pub fn geometry(spec: &ModelSpec, cache: &CacheOptions) -> Result<Geometry, ResidencyError> {
+pub fn geometry(
+    spec: &ModelSpec,
+    capacity: Option<usize>,
+    spares: Option<usize>,
+) -> Result<Geometry, ResidencyError> {
     let moe = spec.moe().ok_or(ResidencyError::NothingRouted)?;
     let geometry = Geometry {
         layers: spec.moe_layers().collect(),
         experts: moe.experts,
         top_k: moe.top_k,
-        capacity: cache.capacity,
-        spares: cache.spares.unwrap_or(moe.top_k),
+        capacity: capacity.unwrap_or(moe.top_k),
+        spares: spares.unwrap_or(moe.top_k),
     };
     geometry.check()?;
     let experts = geometry.layers.len() * geometry.experts;
@@ -133,12 +156,41 @@ pub fn geometry(spec: &ModelSpec, cache: &CacheOptions) -> Result<Geometry, Resi
     Ok(geometry)
 }
 
-/// Bytes of slots and of staging buffers for tiled records of `record_bytes`.
+/// The sizes of the cache that is asked for, and how they fit a budget if there is one. `beside` is what the device
+/// holds beside the cache; a tiled record has `record_bytes`.
+///
+/// # Errors
+/// [`ResidencyError`] when the model cannot have it, or the budget does not hold it.
+pub fn decide(
+    spec: &ModelSpec,
+    asked: &CacheOptions,
+    beside: impl FnOnce() -> Ledger,
+    record_bytes: usize,
+) -> Result<(Geometry, Option<Fit>), ResidencyError> {
+    match asked.capacity {
+        Capacity::Experts(capacity) => Ok((geometry(spec, Some(capacity), asked.spares)?, None)),
+        Capacity::Budget { bytes, asked: given } => {
+            // A capacity that the model cannot have is that mistake, whatever the budget.
+            geometry(spec, given, asked.spares)?;
+            let least = geometry(spec, None, asked.spares)?;
+            let fit = fit(bytes, &least, given, &beside(), record_bytes)?;
+            let geometry = Geometry {
+                capacity: fit.capacity,
+                ..least
+            };
+            Ok((geometry, Some(fit)))
+        }
+    }
+}
+
+/// Bytes of the slots of resident experts, of spare slots and of staging buffers for tiled records of `record_bytes`.
 #[must_use]
-pub fn device_bytes(geometry: &Geometry, record_bytes: usize) -> [(&'static str, u64); 2] {
+pub fn device_bytes(geometry: &Geometry, record_bytes: usize) -> [(&'static str, u64); 3] {
     let stride = align_up(record_bytes) as u64;
+    let resident = geometry.slots() - geometry.spares;
     [
-        ("expert slots", geometry.slots() as u64 * stride),
+        ("expert slots", resident as u64 * stride),
+        ("spare slots", geometry.spares as u64 * stride),
         ("staging buffers", STAGING_BUFFERS as u64 * stride),
     ]
 }
@@ -158,10 +210,9 @@ pub(crate) struct Opened {
 pub(crate) fn open(
     spec: &ModelSpec,
     image: Option<Arc<ExpertImage>>,
-    cache: Option<&CacheOptions>,
+    cache: Option<(Geometry, Policy)>,
 ) -> Result<Opened, ResidencyError> {
-    if let Some(options) = cache {
-        let geometry = geometry(spec, options)?;
+    if let Some((geometry, policy)) = cache {
         let image = image.ok_or(ResidencyError::NothingRouted)?;
         let record_bytes = image.record_bytes();
         let transport = HostTransport::new(geometry.slots(), STAGING_BUFFERS, record_bytes);
@@ -169,9 +220,9 @@ pub(crate) fn open(
             bytes: device_bytes(&geometry, record_bytes).iter().map(|(_, b)| b).sum(),
             source,
         })?);
-        let settings = ResidencySettings::new(Some((&geometry, options.policy)));
+        let settings = ResidencySettings::new(Some((&geometry, policy)));
         let store = Arc::new(HostStore::new(image, geometry.layers.clone()));
-        let cache = ResidentV1::new(geometry, options.policy, store, transport.clone())?;
+        let cache = ResidentV1::new(geometry, policy, store, transport.clone())?;
         let cache = Arc::new(cache);
         return Ok(Opened {
             slots: transport,
@@ -303,6 +354,10 @@ impl ExpertProvider for Everything {
             },
             FullyResident::capture,
         )
+    }
+
+    fn complete(&self) -> bool {
+        true
     }
 
     fn waves(&self, _: &Hold, group: &RoutedGroup<'_>) -> Vec<Vec<ExpertId>> {

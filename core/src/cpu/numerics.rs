@@ -281,6 +281,12 @@ impl RotaryTable {
         context * (head_dim / 2) * size_of::<(f32, f32)>()
     }
 
+    /// `[context][head_dim / 2]` pairs (cosine, sine).
+    #[must_use]
+    pub fn pairs(&self) -> &[(f32, f32)] {
+        &self.pairs
+    }
+
     /// Rotates one head: `(a, b)` becomes `(a·cos − b·sin, b·cos + a·sin)` for the halves `a` and `b`.
     ///
     /// # Panics

@@ -83,6 +83,8 @@ template <int ENC> HZ_DEVICE void routed_pair(const FusedArgs &a, u32 row, u32 u
     if (tile < e.width / 8) share_spans(e.hidden, ENC == F16 ? 64 : e.block, warp % PAIR_SHARES, PAIR_SHARES, first, last);
     TileShare<ENC, Slot> share;
     share.prefetch(expert_record(e, row, rank) + (u64)tile * tile_bytes<ENC>(e.hidden, e.block), first, last);
+    load_activations(activations, e.input, row, 1, e.hidden);
+    block_sync();
     float sum[4] = {0, 0, 0, 0};
     share.run(activations, activation_stride(e.hidden), 1, e.hidden, e.block, sum);
     keep_column(sums, sum);
@@ -102,6 +104,8 @@ template <int ENC> HZ_DEVICE void shared_pair(const FusedArgs &a, u32 row, u32 t
     share_spans(e.hidden, 32, thread_id() / 32, WARPS, first, last);
     TileShare<ENC, Stream> share;
     share.prefetch(a.shared_pairs + (u64)tile * tile_bytes<ENC>(e.hidden, 32), first, last);
+    load_activations(activations, e.input, row, 1, e.hidden);
+    block_sync();
     float sum[4] = {0, 0, 0, 0};
     share.run(activations, activation_stride(e.hidden), 1, e.hidden, 32, sum);
     keep_column(sums, sum);
@@ -179,45 +183,34 @@ template <int ENC> HZ_DEVICE void routed_down(const FusedArgs &a, u32 row, u32 t
     meet(a, row, tile, total, true, word);
 }
 
-// Shared memory: normed row, room for inner rows (WARPS routed ones, or the shared expert's), sums, a word.
+// Grid: one block a unit. Shared memory: the normed row or room for inner rows (WARPS routed ones, or the shared
+// expert's), whichever is more; sums; a word.
 template <int ENC, int DENSE> HZ_DEVICE void fused(const FusedArgs &a, u8 *shared) {
     const Experts &e = a.experts;
     const u32 routed_room = min_u32(WARPS, e.top_k) * activation_stride(e.width);
     const u32 shared_room = a.shared_width ? activation_stride(a.shared_width) : 0;
-    u8 *room = shared + activation_stride(e.hidden);
-    float *sums = (float *)(room + max_u32(routed_room, shared_room));
+    float *sums = (float *)(shared + max_u32(activation_stride(e.hidden), max_u32(routed_room, shared_room)));
     u32 *word = (u32 *)(sums + WARPS * 16);
     const Units units = count_units(a);
+    if (thread_id() == 0) *word = atomic_add(a.counters, 1);
+    block_sync();
+    const u32 ticket = *word;
+    block_sync();
     successor_start();
-    u32 row_held = 0xffffffffu;
-    for (;;) {
-        block_sync();
-        if (thread_id() == 0) *word = atomic_add(a.counters, 1);
-        block_sync();
-        const u32 ticket = *word;
-        block_sync();
-        if (row_held == 0xffffffffu) predecessor_wait();
-        if (ticket >= units.all) break;
-        if (ticket < e.rows * units.pairs) {
-            const u32 row = ticket / units.pairs, unit = ticket % units.pairs;
-            if (row != row_held) {
-                load_activations(shared, e.input, row, 1, e.hidden);
-                block_sync();
-                row_held = row;
-            }
-            if (unit < units.routed_pairs) {
-                routed_pair<ENC>(a, row, unit, shared, sums);
-            } else {
-                shared_pair<DENSE>(a, row, unit - units.routed_pairs, shared, sums);
-            }
+    predecessor_wait();
+    if (ticket < e.rows * units.pairs) {
+        const u32 row = ticket / units.pairs, unit = ticket % units.pairs;
+        if (unit < units.routed_pairs) {
+            routed_pair<ENC>(a, row, unit, shared, sums);
         } else {
-            if (row_held == 0xffffffffu) row_held = 0xfffffffeu;
-            const u32 at = ticket - e.rows * units.pairs, row = at / units.downs, unit = at % units.downs;
-            if (unit < units.downs - units.down_tiles) {
-                shared_down<DENSE>(a, row, unit, room, sums, word);
-            } else {
-                routed_down<ENC>(a, row, unit - (units.downs - units.down_tiles), room, sums, word);
-            }
+            shared_pair<DENSE>(a, row, unit - units.routed_pairs, shared, sums);
+        }
+    } else {
+        const u32 at = ticket - e.rows * units.pairs, row = at / units.downs, unit = at % units.downs;
+        if (unit < units.downs - units.down_tiles) {
+            shared_down<DENSE>(a, row, unit, shared, sums, word);
+        } else {
+            routed_down<ENC>(a, row, unit - (units.downs - units.down_tiles), shared, sums, word);
         }
     }
     // The last block leaves the counters ready for the next launch.
@@ -232,22 +225,22 @@ template <int ENC, int DENSE> HZ_DEVICE void fused(const FusedArgs &a, u8 *share
 }
 
 // registers: 80
-HZ_KERNEL(256, 3) top4_fused_v1_int4_f16(HZ_ARGS(FusedArgs, a)) {
+HZ_KERNEL(256, 2) top4_fused_v1_int4_f16(HZ_ARGS(FusedArgs, a)) {
     HZ_SHARED(shared);
     fused<INT4, F16>(a, shared);
 }
 // registers: 80
-HZ_KERNEL(256, 3) top4_fused_v1_int4_q8(HZ_ARGS(FusedArgs, a)) {
+HZ_KERNEL(256, 2) top4_fused_v1_int4_q8(HZ_ARGS(FusedArgs, a)) {
     HZ_SHARED(shared);
     fused<INT4, Q8>(a, shared);
 }
 // registers: 80
-HZ_KERNEL(256, 3) top4_fused_v1_f16_f16(HZ_ARGS(FusedArgs, a)) {
+HZ_KERNEL(256, 2) top4_fused_v1_f16_f16(HZ_ARGS(FusedArgs, a)) {
     HZ_SHARED(shared);
     fused<F16, F16>(a, shared);
 }
 // registers: 80
-HZ_KERNEL(256, 3) top4_fused_v1_f16_q8(HZ_ARGS(FusedArgs, a)) {
+HZ_KERNEL(256, 2) top4_fused_v1_f16_q8(HZ_ARGS(FusedArgs, a)) {
     HZ_SHARED(shared);
     fused<F16, Q8>(a, shared);
 }

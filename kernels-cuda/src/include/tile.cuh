@@ -125,6 +125,7 @@ template <int ENC, class From> struct TileShare {
         const u8 *scales = tile + (u64)ceil_div(columns, 64) * Span<ENC>::bytes + lane / 4 * 4;
         const u32 width = scale_block<ENC>(block), mask = width / 64 - 1;
         float part[4] = {0, 0, 0, 0};
+#pragma unroll 1
         for (u32 span = first; span < last; span += SPANS) {
             if (span != first) load(span);
 #pragma unroll

@@ -20,9 +20,10 @@ struct HeadArgs {
     float eps;
 };
 
+// A choice of 0xffffffff: some logit is NaN or +infinity.
 HZ_DEVICE u64 order_key(float logit, u32 token) {
-    // NaN is never the largest; -0 is 0.
-    if (!(logit == logit)) return 0;
+    // What no sampler may pass, above everything else: the choice is then NOTHING. -0 is 0.
+    if (!(logit < f32_from_bits(0x7f800000u))) return 0xffffffff00000000ull;
     const u32 bits = f32_bits(logit == 0 ? 0.0f : logit);
     const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     return ((u64)ordered << 32) | (0xffffffffu - token);
@@ -67,7 +68,7 @@ template <int ENC> HZ_DEVICE void head(const HeadArgs &a, u8 *shared) {
     if (thread_id() < tokens) {
         const u32 n = first + thread_id();
         const u64 key = atomic_max(a.best + n, 0);
-        const u32 choice = key ? 0xffffffffu - (u32)key : 0;
+        const u32 choice = 0xffffffffu - (u32)key;
         a.best[n] = 0;
         a.chosen[n] = choice;
         store_host(a.host_chosen + n, choice);
