@@ -12,6 +12,7 @@ use horizon_core::ids::LayerId;
 use horizon_core::spec::MAX_EXPERTS;
 use safetensors::{Dtype, SafeTensors, View};
 use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
 use thiserror::Error;
 
 /// Key of the file's metadata; its value is [`TraceHeader`] as JSON.
@@ -234,22 +235,25 @@ impl Trace {
     /// # Errors
     /// [`TraceError::Io`] naming the file.
     pub fn save(&self, path: &Path) -> Result<(), TraceError> {
-        let write = || {
-            // A rename would replace a device, a pipe or a link by a file.
-            if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
-                let problem = "is not a regular file; give the path of a file to write";
-                return Err(io::Error::new(io::ErrorKind::AlreadyExists, problem));
-            }
-            let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
-            let mut builder = tempfile::Builder::new();
-            #[cfg(unix)]
-            builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-            let mut file = builder.tempfile_in(folder.unwrap_or(Path::new(".")))?;
+        let write = |mut file: NamedTempFile| {
             file.write_all(&self.to_bytes()?)?;
-            file.persist(path).map_err(|e| e.error)?;
-            Ok(())
+            file.persist(path).map_err(|e| e.error)
         };
-        write().map_err(|source| TraceError::Io {
+        beside(path)
+            .and_then(write)
+            .map(drop)
+            .map_err(|source| TraceError::Io {
+                path: path.to_owned(),
+                source,
+            })
+    }
+
+    /// Whether a trace could be written to `path` as things are now: to be asked before a long run.
+    ///
+    /// # Errors
+    /// [`TraceError::Io`] naming the file.
+    pub fn check_destination(path: &Path) -> Result<(), TraceError> {
+        beside(path).map(drop).map_err(|source| TraceError::Io {
             path: path.to_owned(),
             source,
         })
@@ -326,6 +330,24 @@ impl Trace {
             step,
         })
     }
+}
+
+/// A file beside `path` that may take its place. It is gone when it is dropped.
+fn beside(path: &Path) -> io::Result<NamedTempFile> {
+    // A rename would replace a device, a pipe or a link by a file.
+    if path.symlink_metadata().is_ok_and(|m| !m.is_file()) {
+        let problem = "is not a regular file; give the path of a file to write";
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, problem));
+    }
+    if path.file_name().is_none() {
+        let problem = "names no file";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
+    }
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+    let mut builder = tempfile::Builder::new();
+    #[cfg(unix)]
+    builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+    builder.tempfile_in(folder.unwrap_or(Path::new(".")))
 }
 
 /// The values of a tensor of one dimension, or of `shape`.

@@ -3,11 +3,12 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use horizon_cache::Policy;
 use horizon_core::qpacked::{BlockSize, Quantizer};
 use horizon_core::synthetic::Shape;
 use horizon_models::pack::{DEFAULT_BLOCK, DEFAULT_QUANTIZER};
+use horizon_runtime::size::parse_bytes;
 
 /// Run mixture-of-experts language models with INT4 routed experts.
 ///
@@ -139,15 +140,20 @@ fn thread_count(text: &str) -> Result<NonZeroUsize, String> {
 
 /// Which experts are resident.
 #[derive(Clone, Copy, Debug, Default, Args)]
+#[command(group(ArgGroup::new("cache").args(["capacity", "vram"]).multiple(true)))]
 pub struct ResidencyArgs {
     /// Experts of each layer that are resident; the others are brought when they are needed [default: all, without a
     /// cache]
     #[arg(short, long, value_name = "N")]
     pub capacity: Option<usize>,
-    #[arg(long, value_name = "NAME", requires = "capacity", help = policy_help())]
+    /// Memory that the device may use, such as 6GiB or 1.5GB: as many experts are resident as fit beside everything
+    /// else. With -c: refuse to start if they do not fit
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub vram: Option<u64>,
+    #[arg(long, value_name = "NAME", requires = "cache", help = policy_help())]
     pub policy: Option<Policy>,
     /// Spare slots that missing experts are brought to, shared by all layers [default: the experts of a token]
-    #[arg(long, value_name = "N", requires = "capacity")]
+    #[arg(long, value_name = "N", requires = "cache")]
     pub spares: Option<usize>,
 }
 

@@ -11,13 +11,13 @@ use horizon_models::generation::GenerationConfig;
 use horizon_models::hub::RepoId;
 use horizon_models::source::ExpertsMode;
 use horizon_runtime::engine::{BackendKind, EngineOptions, ExecutorKind};
-use horizon_runtime::residency::CacheOptions;
+use horizon_runtime::residency::{CacheOptions, Capacity};
 use horizon_runtime::sampler::Sampling;
 use serde::Serialize;
 
 use crate::args::{
     ActivationsName, BackendName, DenseName, ExecutionArgs, ExecutorName, ExpertsName, GenerateArgs,
-    PackingArgs, QuantizerName,
+    PackingArgs, QuantizerName, ResidencyArgs,
 };
 use crate::output::CliError;
 
@@ -75,7 +75,7 @@ pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
     Ok(EngineOptions {
         backend,
         executor,
-        cache: args.residency.capacity.map(|capacity| CacheOptions {
+        cache: capacity(&args.residency).map(|capacity| CacheOptions {
             capacity,
             spares: args.residency.spares,
             policy: args.residency.policy.unwrap_or_default(),
@@ -89,6 +89,14 @@ pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
         context: args.ctx.map(Into::into),
         threads: args.threads,
     })
+}
+
+/// How many experts are resident, if a cache is asked for.
+fn capacity(args: &ResidencyArgs) -> Option<Capacity> {
+    match (args.vram, args.capacity) {
+        (Some(bytes), asked) => Some(Capacity::Budget { bytes, asked }),
+        (None, asked) => asked.map(Capacity::Experts),
+    }
 }
 
 fn experts_mode(args: &ExecutionArgs) -> Result<ExpertsMode, CliError> {

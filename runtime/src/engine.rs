@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
+use horizon_cache::{Geometry, Policy};
 use horizon_core::artifact::Progress;
 use horizon_core::backend::{
     Activations, Backend, BackendError, CompiledModel, ExecutorId, PREFILL_CHUNK, Plan, Regime,
@@ -23,9 +24,10 @@ use serde::Serialize;
 use thiserror::Error;
 
 pub use crate::backends::{BackendKind, ExecutorKind};
+use crate::budget::Fit;
 use crate::eval::Evaluator;
 use crate::residency::{
-    self, CacheOptions, Opened, Residency, ResidencyError, ResidencySettings, device_bytes, geometry,
+    self, CacheOptions, Opened, Residency, ResidencyError, ResidencySettings, device_bytes,
 };
 use crate::session::{Limits, Session};
 
@@ -66,6 +68,8 @@ pub struct Settings {
     pub decode_executor: ExecutorId,
     /// Which experts are resident.
     pub residency: ResidencySettings,
+    /// How the capacity fits a budget, if one was given.
+    pub budget: Option<Fit>,
     /// Form of the routed experts.
     pub experts: ExpertsRecord,
     /// Activation type.
@@ -219,6 +223,8 @@ pub struct Engine {
 /// A model whose weights are in memory. Nothing is read from its source any more.
 pub struct LoadedEngine {
     options: EngineOptions,
+    cache: Option<(Geometry, Policy)>,
+    fit: Option<Fit>,
     loaded: LoadedModel,
     identity: ModelIdentity,
     memory: HostMemory,
@@ -236,7 +242,7 @@ impl LoadedEngine {
         options: &EngineOptions,
         progress: &dyn Progress,
     ) -> Result<Self, EngineError> {
-        let memory = predict_host_memory(source, options)?;
+        let Prediction { memory, cache, fit } = predict(source, options)?;
         let pool = pool(options.threads.map_or(0, NonZeroUsize::get))?;
         let started = Instant::now();
         let load = LoadOptions {
@@ -247,6 +253,8 @@ impl LoadedEngine {
         let loaded = pool.install(|| source.load(&load, options.backend.tiling(), progress))?;
         Ok(Self {
             options: *options,
+            cache,
+            fit,
             loaded,
             identity: ModelIdentity::of(source),
             memory,
@@ -269,7 +277,7 @@ impl LoadedEngine {
             experts,
             residency,
             settings,
-        } = residency::open(&loaded.spec, loaded.image, options.cache.as_ref())?;
+        } = residency::open(&loaded.spec, loaded.image, self.cache)?;
         let backend = build(&options, slots, loaded.encoding)?;
         let plan = backend.plan(&loaded.spec, &regime)?;
         let model = backend.open(&loaded.spec, &plan, &loaded.dense)?;
@@ -280,6 +288,7 @@ impl LoadedEngine {
                 prefill_executor: model.executor(),
                 decode_executor: model.executor(),
                 residency: settings,
+                budget: self.fit,
                 experts: ExpertsRecord::new(loaded.encoding, loaded.quantizer),
                 activations: options.activations,
                 dense: options.dense,
@@ -397,21 +406,39 @@ impl Engine {
 /// # Errors
 /// As [`Engine::open`].
 pub fn predict_host_memory(source: &ModelSource, options: &EngineOptions) -> Result<HostMemory, EngineError> {
+    Ok(predict(source, options)?.memory)
+}
+
+/// What is known before a byte of weights is read.
+struct Prediction {
+    memory: HostMemory,
+    cache: Option<(Geometry, Policy)>,
+    fit: Option<Fit>,
+}
+
+fn predict(source: &ModelSource, options: &EngineOptions) -> Result<Prediction, EngineError> {
     let (spec, encoding) = (source.spec(), encoding(source, options.experts));
     let regime = regime(spec, options)?;
     let (tiling, layout) = (options.backend.tiling(), RecordLayout::new(spec, encoding));
-    let geometry = options.cache.map(|c| geometry(spec, &c)).transpose()?;
-    let device = geometry
-        .zip(layout)
-        .map(|(g, layout)| device_bytes(&g, tiling.tiled_bytes(&layout)));
     let plan = build(options, Arc::new(NoExperts), encoding)?.plan(spec, &regime)?;
     let threads = pool(options.threads.map_or(0, NonZeroUsize::get))?.current_num_threads();
     let weights = HostBytes::predict(spec, encoding, options.dense, tiling, threads);
-    Ok(HostMemory::new(
-        weights,
-        &plan,
-        device.as_ref().map_or(&[], |d| d.as_slice()),
-    ))
+    let record = layout.map_or(0, |layout| tiling.tiled_bytes(&layout));
+    let beside = || [&[("non-routed weights", weights.dense)], plan.ledger.as_slice()].concat();
+    let (cache, fit) = match &options.cache {
+        None => (None, None),
+        Some(asked) => {
+            let (geometry, fit) = residency::decide(spec, asked, beside, record)?;
+            (Some((geometry, asked.policy)), fit)
+        }
+    };
+    let device = cache.as_ref().map(|(geometry, _)| device_bytes(geometry, record));
+    let device = device.as_ref().map_or(&[] as &[_], |d| d.as_slice());
+    Ok(Prediction {
+        memory: HostMemory::new(weights, &plan, device),
+        cache,
+        fit,
+    })
 }
 
 fn build(

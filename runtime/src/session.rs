@@ -8,12 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use horizon_cache::trace::{Trace, TraceError};
 use horizon_core::backend::{CompiledModel, StepBatch, StepError, StepReport, StepRow};
 use horizon_core::provider::ExpertProvider;
 use serde::Serialize;
 use thiserror::Error;
 
 use crate::eval::Evaluator;
+use crate::recorder::Recorder;
 use crate::sampler::{SampleError, Sampler, Sampling, SamplingRangeError};
 use crate::stream::{EmptyStopString, StopStrings};
 
@@ -147,6 +149,9 @@ pub enum GenerateError {
     /// The tokenizer.
     #[error(transparent)]
     Text(#[from] TextError),
+    /// The record of its routing.
+    #[error(transparent)]
+    Trace(#[from] TraceError),
 }
 
 /// Sizes that a session keeps to.
@@ -167,6 +172,7 @@ pub struct Session {
     limits: Limits,
     /// Tokens whose keys and values prefill wrote, from position 0.
     prefilled: Vec<u32>,
+    recorder: Option<Recorder>,
 }
 
 impl Session {
@@ -178,7 +184,18 @@ impl Session {
             experts,
             limits,
             prefilled: Vec::new(),
+            recorder: None,
         }
+    }
+
+    /// Records the routing of every step from now on. Steps then also copy what their stages produced.
+    pub fn record(&mut self, recorder: Recorder) {
+        self.recorder = Some(recorder);
+    }
+
+    /// Ends recording and gives what was recorded, if anything was to be.
+    pub fn recorded(&mut self) -> Option<Trace> {
+        self.recorder.take().map(Recorder::finish)
     }
 
     /// Positions of the KV cache.
@@ -326,11 +343,21 @@ impl Session {
         Ok((report, logits))
     }
 
-    fn step(&mut self, rows: Vec<StepRow>) -> Result<(Vec<f32>, StepReport), StepError> {
-        let ticket = self
-            .model
-            .enqueue(&StepBatch { rows, taps: false }, &self.experts)?;
+    fn step(&mut self, rows: Vec<StepRow>) -> Result<(Vec<f32>, StepReport), GenerateError> {
+        let count = rows.len();
+        let taps = self.recorder.is_some();
+        let ticket = self.model.enqueue(
+            &StepBatch {
+                rows,
+                taps,
+                ..StepBatch::default()
+            },
+            &self.experts,
+        )?;
         let output = self.model.finish(ticket)?;
+        if let Some(recorder) = &mut self.recorder {
+            recorder.push(count, &output.taps)?;
+        }
         Ok((output.logits, output.report))
     }
 }
