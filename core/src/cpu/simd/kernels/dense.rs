@@ -4,9 +4,12 @@
     reason = "a kernel is compiled inside the function that enables its features"
 )]
 
+use std::ops::Range;
+
 use half::f16;
 
 use super::super::{Kernel, Simd};
+use super::tiles::{Tiles, product};
 use super::{accumulate, split_inputs, store_sums};
 use crate::cpu::numerics::LANES;
 
@@ -57,95 +60,75 @@ impl<E: Element> Kernel for Gemm<'_, E> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        if self.inputs.len() == padded(self.cols) {
+        let weights = DenseRows {
+            values: self.weights,
+            cols: self.cols,
+        };
+        if self.inputs.len() == weights.input_len() {
             // One row at a time: memory is the limit, and it is fastest read in one stream.
-            self.tiled::<S, 1, 1>(s);
+            product::<_, S, 1, 1>(s, weights, self.inputs, self.out);
         } else if S::MANY_REGISTERS {
-            self.tiled::<S, 4, 4>(s);
+            product::<_, S, 4, 4>(s, weights, self.inputs, self.out);
         } else {
-            self.tiled::<S, 2, 2>(s);
+            product::<_, S, 2, 2>(s, weights, self.inputs, self.out);
         }
     }
 }
 
-impl<E: Element> Gemm<'_, E> {
+/// Stored rows.
+#[derive(Clone, Copy)]
+struct DenseRows<'a, E> {
+    values: &'a [E],
+    cols: usize,
+}
+
+impl<E: Element> Tiles for DenseRows<'_, E> {
     #[inline(always)]
-    fn tiled<S: Simd, const R: usize, const T: usize>(self, s: S) {
-        let n = self.inputs.len() / padded(self.cols);
-        for (w, out) in self.weights.chunks(R * self.cols).zip(self.out.chunks_mut(R * n)) {
-            if w.len() == R * self.cols {
-                dense_inputs::<S, E, R, T>(s, w, self.cols, self.inputs, out);
-            } else {
-                for (w, out) in w.chunks_exact(self.cols).zip(out.chunks_exact_mut(n)) {
-                    dense_inputs::<S, E, 1, T>(s, w, self.cols, self.inputs, out);
+    fn input_len(&self) -> usize {
+        padded(self.cols)
+    }
+
+    #[inline(always)]
+    fn rows(&self, range: Range<usize>) -> Self {
+        Self {
+            values: &self.values[range.start * self.cols..range.end * self.cols],
+            cols: self.cols,
+        }
+    }
+
+    #[inline(always)]
+    fn tile<S: Simd, const R: usize, const T: usize>(self, s: S, x: &[f32], out: &mut [f32], n: usize) {
+        let Self { values: w, cols } = self;
+        let full = cols / LANES;
+        let mut rows: [&[[E; LANES]]; R] = [&[]; R];
+        for (r, row) in rows.iter_mut().enumerate() {
+            *row = &w[r * cols..(r + 1) * cols].as_chunks().0[..full];
+        }
+        let x: [&[[f32; LANES]]; T] = split_inputs(x, padded(cols) / LANES);
+        let mut sums = [[s.splat(0.0); T]; R];
+        let mut lanes = [s.splat(0.0); R];
+        for c in 0..full {
+            for r in 0..R {
+                lanes[r] = E::lanes(s, &rows[r][c]);
+            }
+            accumulate(s, &mut sums, &lanes, &x, c);
+            if T > 1 {
+                for row in &rows {
+                    // The same place of the next rows: the tile's inputs are read again and again meanwhile.
+                    s.prefetch(&row[c], R * cols * size_of::<E>());
                 }
             }
         }
-    }
-}
-
-#[inline(always)]
-fn dense_inputs<S: Simd, E: Element, const R: usize, const T: usize>(
-    s: S,
-    w: &[E],
-    cols: usize,
-    x: &[f32],
-    out: &mut [f32],
-) {
-    let stride = padded(cols);
-    let n = x.len() / stride;
-    let mut done = 0;
-    for x in x.chunks(T * stride) {
-        if x.len() == T * stride {
-            dense_tile::<S, E, R, T>(s, w, cols, x, &mut out[done..], n);
-            done += T;
-        } else {
-            for x in x.chunks_exact(stride) {
-                dense_tile::<S, E, R, 1>(s, w, cols, x, &mut out[done..], n);
-                done += 1;
+        if !cols.is_multiple_of(LANES) {
+            for r in 0..R {
+                let mut tail = [E::ZERO; LANES];
+                tail[..cols % LANES].copy_from_slice(&w[r * cols + full * LANES..(r + 1) * cols]);
+                lanes[r] = E::lanes(s, &tail);
             }
+            accumulate(s, &mut sums, &lanes, &x, full);
         }
+        store_sums(s, &sums, out, n);
     }
-}
-
-#[inline(always)]
-fn dense_tile<S: Simd, E: Element, const R: usize, const T: usize>(
-    s: S,
-    w: &[E],
-    cols: usize,
-    x: &[f32],
-    out: &mut [f32],
-    out_stride: usize,
-) {
-    let full = cols / LANES;
-    let mut rows: [&[[E; LANES]]; R] = [&[]; R];
-    for (r, row) in rows.iter_mut().enumerate() {
-        *row = &w[r * cols..(r + 1) * cols].as_chunks().0[..full];
-    }
-    let x: [&[[f32; LANES]]; T] = split_inputs(x, padded(cols) / LANES);
-    let mut sums = [[s.splat(0.0); T]; R];
-    let mut lanes = [s.splat(0.0); R];
-    for c in 0..full {
-        for r in 0..R {
-            lanes[r] = E::lanes(s, &rows[r][c]);
-        }
-        accumulate(s, &mut sums, &lanes, &x, c);
-        if T > 1 {
-            for row in &rows {
-                // The same place of the next rows: the tile's inputs are read again and again meanwhile.
-                s.prefetch(&row[c], R * cols * size_of::<E>());
-            }
-        }
-    }
-    if !cols.is_multiple_of(LANES) {
-        for r in 0..R {
-            let mut tail = [E::ZERO; LANES];
-            tail[..cols % LANES].copy_from_slice(&w[r * cols + full * LANES..(r + 1) * cols]);
-            lanes[r] = E::lanes(s, &tail);
-        }
-        accumulate(s, &mut sums, &lanes, &x, full);
-    }
-    store_sums(s, &sums, out, out_stride);
 }
 
 /// `out += Σ weight·row` over rows in order: the values of attention.

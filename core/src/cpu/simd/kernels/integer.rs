@@ -4,10 +4,11 @@
     reason = "a kernel is compiled inside the function that enables its features"
 )]
 
-use half::f16;
+use std::ops::Range;
 
 use super::super::{Kernel, Simd};
 use super::packed::{PackedRow, split_rows};
+use super::tiles::{Tiles, product};
 use super::{QpackedRows, store_sums};
 use crate::cpu::numerics::{CODE_GROUP, LANES, to_integers};
 
@@ -65,70 +66,39 @@ impl Kernel for QpackedIntegerGemm<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let single = self.inputs.len() == integer_len(self.weights.groups * CODE_GROUP);
-        match (single, S::MANY_REGISTERS) {
+        let Self { weights, inputs, out } = self;
+        let weights = IntegerRows(weights);
+        match (inputs.len() == weights.input_len(), S::MANY_REGISTERS) {
             // One row at a time: memory is the limit, and it is fastest read in one stream.
-            (true, _) => self.tiled::<S, 1, 1>(s),
-            (false, true) => self.tiled::<S, 2, 4>(s),
-            (false, false) => self.tiled::<S, 1, 2>(s),
+            (true, _) => product::<_, S, 1, 1>(s, weights, inputs, out),
+            (false, true) => product::<_, S, 2, 4>(s, weights, inputs, out),
+            (false, false) => product::<_, S, 1, 2>(s, weights, inputs, out),
         }
     }
 }
 
-impl QpackedIntegerGemm<'_> {
+/// Packed rows that are multiplied with rows of integers.
+#[derive(Clone, Copy)]
+struct IntegerRows<'a>(QpackedRows<'a>);
+
+impl Tiles for IntegerRows<'_> {
     #[inline(always)]
-    fn tiled<S: Simd, const R: usize, const T: usize>(self, s: S) {
-        let n = self.inputs.len() / integer_len(self.weights.groups * CODE_GROUP);
-        let rows = self.out.len() / n;
-        for first in (0..rows).step_by(R) {
-            let out = &mut self.out[first * n..];
-            if first + R <= rows {
-                integer_inputs::<S, R, T>(s, self.weights.rows(first..first + R), self.inputs, out);
-            } else {
-                for r in first..rows {
-                    let out = &mut out[(r - first) * n..];
-                    integer_inputs::<S, 1, T>(s, self.weights.rows(r..r + 1), self.inputs, out);
-                }
-            }
-        }
+    fn input_len(&self) -> usize {
+        integer_len(self.0.groups * CODE_GROUP)
     }
-}
 
-#[inline(always)]
-fn integer_inputs<S: Simd, const R: usize, const T: usize>(
-    s: S,
-    w: QpackedRows<'_>,
-    x: &[f32],
-    out: &mut [f32],
-) {
-    let stride = integer_len(w.groups * CODE_GROUP);
-    let n = x.len() / stride;
-    let mut done = 0;
-    for x in x.chunks(T * stride) {
-        if x.len() == T * stride {
-            integer_block::<S, R, T>(s, w, x, &mut out[done..], n);
-            done += T;
-        } else {
-            for x in x.chunks_exact(stride) {
-                integer_block::<S, R, 1>(s, w, x, &mut out[done..], n);
-                done += 1;
-            }
-        }
+    #[inline(always)]
+    fn rows(&self, range: Range<usize>) -> Self {
+        Self(self.0.rows(range))
     }
-}
 
-#[inline(always)]
-fn integer_block<S: Simd, const R: usize, const T: usize>(
-    s: S,
-    w: QpackedRows<'_>,
-    x: &[f32],
-    out: &mut [f32],
-    n: usize,
-) {
-    match w.block {
-        32 => integer_tile::<S, R, T, 4>(s, w, x, out, n),
-        64 => integer_tile::<S, R, T, 2>(s, w, x, out, n),
-        _ => integer_tile::<S, R, T, 1>(s, w, x, out, n),
+    #[inline(always)]
+    fn tile<S: Simd, const R: usize, const T: usize>(self, s: S, x: &[f32], out: &mut [f32], n: usize) {
+        match self.0.block {
+            32 => integer_tile::<S, R, T, 4>(s, self.0, x, out, n),
+            64 => integer_tile::<S, R, T, 2>(s, self.0, x, out, n),
+            _ => integer_tile::<S, R, T, 1>(s, self.0, x, out, n),
+        }
     }
 }
 
@@ -175,11 +145,7 @@ fn integer_tile<S: Simd, const R: usize, const T: usize, const PARTS: usize>(
             let scale = if PARTS == 1 {
                 s.splat_f16(rows[r].scales[g / span])
             } else {
-                let mut d = [f16::ZERO; LANES];
-                for (l, d) in d.iter_mut().enumerate() {
-                    *d = rows[r].scales[g * PARTS + l / (LANES / PARTS)];
-                }
-                s.load_f16(&d)
+                rows[r].scales_of_parts::<S, PARTS>(s, g)
             };
             for t in 0..T {
                 let factor = s.mul(scale, s.splat(scales[t][g]));

@@ -4,9 +4,12 @@
     reason = "a kernel is compiled inside the function that enables its features"
 )]
 
+use std::ops::Range;
+
 use half::f16;
 
 use super::super::{Kernel, Simd};
+use super::tiles::{Tiles, product};
 use super::{accumulate, split_inputs, store_sums};
 use crate::cpu::numerics::{CODE_GROUP, LANES};
 
@@ -56,7 +59,7 @@ impl<'a> QpackedRows<'a> {
 
     /// Rows `range` only.
     #[must_use]
-    pub fn rows(&self, range: std::ops::Range<usize>) -> QpackedRows<'a> {
+    pub fn rows(&self, range: Range<usize>) -> QpackedRows<'a> {
         let (c, s) = (
             self.groups * CODE_GROUP / 2,
             Self::scales_per_row(self.groups, self.block),
@@ -84,134 +87,73 @@ impl Kernel for QpackedGemm<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        if self.inputs.len() == self.weights.groups * CODE_GROUP {
-            self.tiled::<S, 4, 1>(s);
+        let Self { weights, inputs, out } = self;
+        if inputs.len() == weights.input_len() {
+            product::<_, S, 4, 1>(s, weights, inputs, out);
         } else if S::MANY_REGISTERS {
-            self.tiled::<S, 4, 4>(s);
+            product::<_, S, 4, 4>(s, weights, inputs, out);
         } else {
-            self.tiled::<S, 2, 2>(s);
+            product::<_, S, 2, 2>(s, weights, inputs, out);
         }
     }
 }
 
-impl QpackedGemm<'_> {
+impl Tiles for QpackedRows<'_> {
     #[inline(always)]
-    fn tiled<S: Simd, const R: usize, const T: usize>(self, s: S) {
-        let stride = self.weights.groups * CODE_GROUP;
-        let n = self.inputs.len() / stride;
-        let rows = self.out.len() / n;
-        for first in (0..rows).step_by(R) {
-            let out = &mut self.out[first * n..];
-            if first + R <= rows {
-                packed_inputs::<S, R, T>(s, self.weights.rows(first..first + R), self.inputs, out);
+    fn input_len(&self) -> usize {
+        self.groups * CODE_GROUP
+    }
+
+    #[inline(always)]
+    fn rows(&self, range: Range<usize>) -> Self {
+        QpackedRows::rows(self, range)
+    }
+
+    #[inline(always)]
+    fn tile<S: Simd, const R: usize, const T: usize>(self, s: S, x: &[f32], out: &mut [f32], n: usize) {
+        match self.block {
+            32 => packed_tile::<S, R, T, 4>(s, self, x, out, n),
+            64 => packed_tile::<S, R, T, 2>(s, self, x, out, n),
+            _ => packed_tile::<S, R, T, 1>(s, self, x, out, n),
+        }
+    }
+}
+
+/// `PARTS` blocks a group of 128, each with its scale in its lanes; 1 also where a block spans several groups: one
+/// scale for all lanes.
+#[inline(always)]
+fn packed_tile<S: Simd, const R: usize, const T: usize, const PARTS: usize>(
+    s: S,
+    w: QpackedRows<'_>,
+    x: &[f32],
+    out: &mut [f32],
+    n: usize,
+) {
+    let rows: [PackedRow<'_>; R] = split_rows(w);
+    let x: [&[[f32; LANES]]; T] = split_inputs(x, w.groups * 8);
+    let span = (w.block / CODE_GROUP).max(1);
+    let mut sums = [[s.splat(0.0); T]; R];
+    let mut lanes = [s.splat(0.0); R];
+    for g in 0..w.groups {
+        let mut words = [s.codes(&rows[0].codes[g]); R];
+        // One of the two is used, which the compiler knows.
+        let (mut scale, mut scales) = ([s.scale(f16::ZERO); R], [s.splat(0.0); R]);
+        for r in 0..R {
+            words[r] = s.codes(&rows[r].codes[g]);
+            if PARTS == 1 {
+                scale[r] = s.scale(rows[r].scales[g / span]);
             } else {
-                for r in first..rows {
-                    let out = &mut out[(r - first) * n..];
-                    packed_inputs::<S, 1, T>(s, self.weights.rows(r..r + 1), self.inputs, out);
-                }
+                scales[r] = rows[r].scales_of_parts::<S, PARTS>(s, g);
             }
-        }
-    }
-}
-
-#[inline(always)]
-fn packed_inputs<S: Simd, const R: usize, const T: usize>(
-    s: S,
-    w: QpackedRows<'_>,
-    x: &[f32],
-    out: &mut [f32],
-) {
-    let stride = w.groups * CODE_GROUP;
-    let n = x.len() / stride;
-    let mut done = 0;
-    for x in x.chunks(T * stride) {
-        if x.len() == T * stride {
-            packed_block::<S, R, T>(s, w, x, &mut out[done..], n);
-            done += T;
-        } else {
-            for x in x.chunks_exact(stride) {
-                packed_block::<S, R, 1>(s, w, x, &mut out[done..], n);
-                done += 1;
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn packed_block<S: Simd, const R: usize, const T: usize>(
-    s: S,
-    w: QpackedRows<'_>,
-    x: &[f32],
-    out: &mut [f32],
-    n: usize,
-) {
-    match w.block {
-        32 => packed_tile_fine::<S, R, T, 4>(s, w, x, out, n),
-        64 => packed_tile_fine::<S, R, T, 2>(s, w, x, out, n),
-        block => packed_tile::<S, R, T>(s, w, block / CODE_GROUP, x, out, n),
-    }
-}
-
-/// Blocks of whole groups (`span` of them): one scale for all lanes.
-#[inline(always)]
-fn packed_tile<S: Simd, const R: usize, const T: usize>(
-    s: S,
-    w: QpackedRows<'_>,
-    span: usize,
-    x: &[f32],
-    out: &mut [f32],
-    n: usize,
-) {
-    let rows: [PackedRow<'_>; R] = split_rows(w);
-    let x: [&[[f32; LANES]]; T] = split_inputs(x, w.groups * 8);
-    let mut sums = [[s.splat(0.0); T]; R];
-    let mut lanes = [s.splat(0.0); R];
-    for g in 0..w.groups {
-        let mut words = [s.codes(&rows[0].codes[g]); R];
-        let mut scale = [s.scale(f16::ZERO); R];
-        for r in 0..R {
-            words[r] = s.codes(&rows[r].codes[g]);
-            scale[r] = s.scale(rows[r].scales[g / span]);
             rows[r].prefetch::<S, R>(s, w, g);
         }
         for nibble in 0..8 {
             for r in 0..R {
-                lanes[r] = s.next_weights(&mut words[r], scale[r]);
-            }
-            accumulate(s, &mut sums, &lanes, &x, g * 8 + nibble);
-        }
-    }
-    store_sums(s, &sums, out, n);
-}
-
-/// Blocks of a fraction of a group (`PARTS` of them a group): the scale differs between lanes.
-#[inline(always)]
-fn packed_tile_fine<S: Simd, const R: usize, const T: usize, const PARTS: usize>(
-    s: S,
-    w: QpackedRows<'_>,
-    x: &[f32],
-    out: &mut [f32],
-    n: usize,
-) {
-    let rows: [PackedRow<'_>; R] = split_rows(w);
-    let x: [&[[f32; LANES]]; T] = split_inputs(x, w.groups * 8);
-    let mut sums = [[s.splat(0.0); T]; R];
-    let mut lanes = [s.splat(0.0); R];
-    for g in 0..w.groups {
-        let mut words = [s.codes(&rows[0].codes[g]); R];
-        let mut scale = [s.splat(0.0); R];
-        for r in 0..R {
-            words[r] = s.codes(&rows[r].codes[g]);
-            let mut d = [f16::ZERO; LANES];
-            for (l, d) in d.iter_mut().enumerate() {
-                *d = rows[r].scales[g * PARTS + l / (LANES / PARTS)];
-            }
-            scale[r] = s.load_f16(&d);
-            rows[r].prefetch::<S, R>(s, w, g);
-        }
-        for nibble in 0..8 {
-            for r in 0..R {
-                lanes[r] = s.mul(scale[r], s.next_integers(&mut words[r]));
+                lanes[r] = if PARTS == 1 {
+                    s.next_weights(&mut words[r], scale[r])
+                } else {
+                    s.mul(scales[r], s.next_integers(&mut words[r]))
+                };
             }
             accumulate(s, &mut sums, &lanes, &x, g * 8 + nibble);
         }
@@ -233,6 +175,16 @@ impl PackedRow<'_> {
     #[inline(always)]
     pub fn prefetch<S: Simd, const R: usize>(&self, s: S, w: QpackedRows<'_>, group: usize) {
         s.prefetch(&self.codes[group], R * w.groups * CODE_GROUP / 2);
+    }
+
+    /// The scales of a group that holds `PARTS` blocks, each in its lanes.
+    #[inline(always)]
+    pub fn scales_of_parts<S: Simd, const PARTS: usize>(&self, s: S, group: usize) -> S::V {
+        let mut d = [f16::ZERO; LANES];
+        for (l, d) in d.iter_mut().enumerate() {
+            *d = self.scales[group * PARTS + l / (LANES / PARTS)];
+        }
+        s.load_f16(&d)
     }
 }
 
