@@ -26,6 +26,8 @@
 
 pub mod artifact;
 pub mod backend;
+#[cfg(feature = "conformance")]
+pub mod conformance;
 pub mod cpu;
 pub mod dense;
 pub mod dense_q8;

@@ -5,7 +5,7 @@
 //! what it is (`olmoe-shape synthetic seed 1`), to measure speed and memory where the real weights are not at
 //! hand.
 //!
-//! [`RandomWeights`] needs no file: it is a source of weights for a specification, for tests.
+//! [`SyntheticSource`] gives the same weights without the files, and [`RandomWeights`] is a source of weights for a specification, for tests.
 //!
 //! With plain random weights the routing of a deep model collapses: what attention averages over the context
 //! drowns the token, and every token visits the same few experts. A shape's embedding is therefore large
@@ -14,6 +14,7 @@
 mod hub;
 mod recipe;
 mod shape;
+mod source;
 mod weights;
 mod write;
 
@@ -23,6 +24,7 @@ use thiserror::Error;
 
 pub use recipe::{Recipe, TensorRule};
 pub use shape::{Shape, ShapeFamily};
+pub use source::SyntheticSource;
 pub use weights::RandomWeights;
 pub use write::write_recipe;
 

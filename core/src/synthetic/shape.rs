@@ -330,36 +330,46 @@ fn spread(role: DenseRole, shape: &[usize], layers: usize) -> (f64, f64) {
     }
 }
 
+/// The values of a non-routed tensor.
+pub(super) fn dense_rule(shape: &Shape, role: DenseRole, dims: Vec<usize>) -> TensorRule {
+    let spread = spread(role, &dims, shape.layers);
+    rule(shape.dense_name(role), dims, spread)
+}
+
+/// The values of an expert's matrix.
+pub(super) fn expert_rule(shape: &Shape, role: ExpertRole) -> TensorRule {
+    let (dims, gain) = match role.matrix {
+        ExpertMatrix::Gate | ExpertMatrix::Up => (vec![shape.width, shape.hidden], 1.0),
+        ExpertMatrix::Down => (vec![shape.hidden, shape.width], output_gain(shape.layers)),
+    };
+    let std = gain * PRODUCT_STD / (dims[1] as f64).sqrt();
+    rule(shape.expert_name(role), dims, (0.0, std))
+}
+
+fn rule(name: String, shape: Vec<usize>, (mean, std): (f64, f64)) -> TensorRule {
+    TensorRule {
+        file: String::new(),
+        name,
+        shape,
+        scale: (std / NOISE_STD) as f32,
+        offset: mean as f32,
+        outlier_every: 0,
+    }
+}
+
 /// The tensors of a model with `shape`, layer by layer, cut into shards of at most `shard_bytes`.
 pub(super) fn recipe(shape: &Shape, model: &ModelSpec, seed: u64, shard_bytes: u64) -> Recipe {
     let mut tensors = Vec::new();
-    let mut add = |layer: u32, name: String, dims: Vec<usize>, (mean, std): (f64, f64)| {
-        let rule = TensorRule {
-            file: String::new(),
-            name,
-            shape: dims,
-            scale: (std / NOISE_STD) as f32,
-            offset: mean as f32,
-            outlier_every: 0,
-        };
-        tensors.push((layer, rule));
-    };
     for (role, dims) in dense_tensors(model) {
         let layer = match role {
             DenseRole::Embedding => 0,
             DenseRole::Layer(layer, _) => layer.0 + 1,
             DenseRole::FinalNorm | DenseRole::OutputHead => u32::MAX,
         };
-        let spread = spread(role, &dims, shape.layers);
-        add(layer, shape.dense_name(role), dims, spread);
+        tensors.push((layer, dense_rule(shape, role, dims)));
     }
     for role in expert_tensors(model) {
-        let (dims, gain) = match role.matrix {
-            ExpertMatrix::Gate | ExpertMatrix::Up => (vec![shape.width, shape.hidden], 1.0),
-            ExpertMatrix::Down => (vec![shape.hidden, shape.width], output_gain(shape.layers)),
-        };
-        let std = gain * PRODUCT_STD / (dims[1] as f64).sqrt();
-        add(role.layer.0 + 1, shape.expert_name(role), dims, (0.0, std));
+        tensors.push((role.layer.0 + 1, expert_rule(shape, role)));
     }
     tensors.sort_by_key(|(layer, _)| *layer);
     let mut tensors: Vec<TensorRule> = tensors.into_iter().map(|(_, rule)| rule).collect();

@@ -1,0 +1,117 @@
+//! The suite of `horizon_core::conformance` on this backend: on a card where there is one (tests named `gpu_`), and with the
+//! same kernels compiled for the host (feature `emulator`).
+
+use std::sync::Arc;
+
+use horizon_core::backend::{Backend, Regime};
+use horizon_core::conformance::{self, Case, Opened, Subject, Tolerance};
+use horizon_core::dense::DenseFormat;
+use horizon_core::ids::{ExpertId, GenerationId, LayerId};
+use horizon_core::image::ExpertImage;
+use horizon_core::provider::FullyResident;
+use horizon_core::transport::{Copy, Publish, SlotId, StagingId, Transport};
+use horizon_kernels_cuda::driver::SharedDriver;
+use horizon_kernels_cuda::{CudaBackend, CudaTransport, Executor};
+
+struct Cuda {
+    driver: SharedDriver,
+    executor: Executor,
+}
+
+/// Every expert into a slot of its own.
+fn place(image: &ExpertImage, transport: &CudaTransport, layers: &[LayerId], experts: usize) {
+    let mut next = 0;
+    for layer in layers {
+        let mut row = Vec::new();
+        for expert in (0u32..).map(ExpertId).take(experts) {
+            let address = image.address(*layer, expert).expect("an expert of the image");
+            let (staging, slot) = (StagingId(0), SlotId(next));
+            transport.stage(staging, image.bytes_at(address));
+            let copied = transport
+                .submit(&[Copy { staging, slot }], None)
+                .expect("submits");
+            transport.wait(copied).expect("copies");
+            row.push(Some(slot));
+            next += 1;
+        }
+        let publish = Publish {
+            layer: *layer,
+            generation: GenerationId(0),
+            row,
+        };
+        transport
+            .wait(transport.submit(&[], Some(publish)).expect("submits"))
+            .expect("publishes");
+    }
+}
+
+impl Subject for Cuda {
+    fn open(&self, case: &Case, dense: DenseFormat, regime: &Regime, seed: u64) -> Opened {
+        let image = conformance::image(case, CudaBackend::tiling(), seed);
+        let layers: Vec<LayerId> = case.spec.moe_layers().collect();
+        let experts = case.spec.moe().expect("every case has experts").experts;
+        let slots = layers.len() * experts;
+        let transport = CudaTransport::new(
+            &self.driver,
+            slots,
+            1,
+            image.record_bytes(),
+            layers.clone(),
+            experts,
+        )
+        .expect("fits");
+        place(&image, &transport, &layers, experts);
+        let backend = CudaBackend::new(
+            self.driver.clone(),
+            Some(Arc::new(transport)),
+            case.encoding,
+            dense,
+            self.executor,
+        );
+        let plan = backend.plan(&case.spec, regime).expect("plans");
+        let store = conformance::dense(case, dense, seed);
+        Opened {
+            model: backend
+                .open(&Arc::new(case.spec.clone()), &plan, &store)
+                .expect("opens"),
+            experts: Arc::new(FullyResident::new(image)),
+        }
+    }
+
+    fn tolerance(&self) -> Tolerance {
+        Tolerance::FP16
+    }
+}
+
+fn suite(driver: &SharedDriver, executor: Executor) {
+    let subject = Cuda {
+        driver: driver.clone(),
+        executor,
+    };
+    for case in conformance::cases() {
+        for dense in [DenseFormat::F16, DenseFormat::Q8] {
+            eprintln!("{}: {}, {}", executor.name(), case.name, dense.name());
+            conformance::forward(&subject, &case, dense, 7);
+        }
+    }
+}
+
+#[cfg(feature = "emulator")]
+mod emulated {
+    use super::*;
+    use horizon_kernels_cuda::driver::emulated::{EmulatedDriver, EmulatedOptions};
+
+    fn driver() -> SharedDriver {
+        Arc::new(EmulatedDriver::new(EmulatedOptions::default()))
+    }
+
+    #[test]
+    fn scalar() {
+        suite(&driver(), Executor::Scalar);
+    }
+
+    #[test]
+    fn top4_fused_v1() {
+        suite(&driver(), Executor::Top4FusedV1);
+    }
+}
