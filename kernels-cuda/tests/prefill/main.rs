@@ -1,0 +1,27 @@
+//! Kernels of steps of many rows, and executor `grouped-t3`, against formulas in FP64.
+
+#![allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    reason = "test data is small"
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod attention;
+mod grouped;
+mod linear;
+mod rows;
+
+/// Every test on the kernels compiled for the host, and on a card (`cargo nextest run --run-ignored only gpu_`).
+macro_rules! on_devices {
+    ($($test:ident, $gpu:ident;)*) => { $(
+        #[cfg(feature = "emulator")]
+        #[test]
+        fn $test() {
+            super::$test(&crate::common::Bench::emulated());
+        }
+    )* };
+}
+pub(crate) use on_devices;
