@@ -22,6 +22,9 @@ pub enum Executor {
 }
 
 impl Executor {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Scalar, Self::Top4FusedV1];
+
     /// Its name.
     #[must_use]
     pub fn name(self) -> &'static str {

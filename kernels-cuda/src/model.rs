@@ -83,6 +83,24 @@ impl CudaModel {
         }
     }
 
+    /// The device that it is on.
+    #[must_use]
+    pub fn driver(&self) -> &SharedDriver {
+        &self.driver
+    }
+
+    /// The stream that its steps run in.
+    #[must_use]
+    pub fn stream(&self) -> Stream {
+        self.stream
+    }
+
+    /// Its sizes.
+    #[must_use]
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
     /// The launches of a step, in order.
     #[must_use]
     pub fn launches(&self, step: &StepShape) -> Vec<NamedLaunch> {

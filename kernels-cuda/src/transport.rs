@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use horizon_core::ids::LayerId;
+use horizon_core::ids::{ExpertId, GenerationId, LayerId};
+use horizon_core::image::ExpertImage;
 use horizon_core::memory::align_up;
 use horizon_core::observe::Counter;
 use horizon_core::provider::SlotAddress;
@@ -112,6 +113,41 @@ impl CudaTransport {
             }),
             read_back: Counter::new(),
         })
+    }
+
+    /// Puts every expert of `image` into a slot of its own, layer by layer, and publishes all rows: full residency
+    /// without a cache.
+    ///
+    /// # Errors
+    /// [`TransportError`] of a copy.
+    ///
+    /// # Panics
+    /// When the image has more experts than there are slots, or other layers.
+    pub fn place_all(&self, image: &ExpertImage) -> Result<(), TransportError> {
+        let mut busy = vec![Completion::DONE; self.staging.len()];
+        let mut slots = (0u32..).map(SlotId);
+        for layer in &self.moe_layers {
+            let mut row = Vec::with_capacity(self.experts);
+            for expert in (0u32..).map(ExpertId).take(self.experts) {
+                let slot = slots.next().expect("u32 has no end here");
+                let buffer = slot.index() % busy.len();
+                self.wait(busy[buffer])?;
+                let staging = StagingId(u32::try_from(buffer).expect("staging buffers are few"));
+                let address = image
+                    .address(*layer, expert)
+                    .expect("the image has the layers of this transport");
+                self.stage(staging, image.bytes_at(address));
+                busy[buffer] = self.submit(&[Copy { staging, slot }], None)?;
+                row.push(Some(slot));
+            }
+            let publish = Publish {
+                layer: *layer,
+                generation: GenerationId(0),
+                row,
+            };
+            self.wait(self.submit(&[], Some(publish))?)?;
+        }
+        Ok(())
     }
 
     /// Where the slots lie.

@@ -6,43 +6,14 @@ use std::sync::Arc;
 use horizon_core::backend::{Backend, Regime};
 use horizon_core::conformance::{self, Case, Opened, Subject, Tolerance};
 use horizon_core::dense::DenseFormat;
-use horizon_core::ids::{ExpertId, GenerationId, LayerId};
-use horizon_core::image::ExpertImage;
+use horizon_core::ids::LayerId;
 use horizon_core::provider::FullyResident;
-use horizon_core::transport::{Copy, Publish, SlotId, StagingId, Transport};
 use horizon_kernels_cuda::driver::SharedDriver;
 use horizon_kernels_cuda::{CudaBackend, CudaTransport, Executor};
 
 struct Cuda {
     driver: SharedDriver,
     executor: Executor,
-}
-
-/// Every expert into a slot of its own.
-fn place(image: &ExpertImage, transport: &CudaTransport, layers: &[LayerId], experts: usize) {
-    let mut next = 0;
-    for layer in layers {
-        let mut row = Vec::new();
-        for expert in (0u32..).map(ExpertId).take(experts) {
-            let address = image.address(*layer, expert).expect("an expert of the image");
-            let (staging, slot) = (StagingId(0), SlotId(next));
-            transport.stage(staging, image.bytes_at(address));
-            let copied = transport
-                .submit(&[Copy { staging, slot }], None)
-                .expect("submits");
-            transport.wait(copied).expect("copies");
-            row.push(Some(slot));
-            next += 1;
-        }
-        let publish = Publish {
-            layer: *layer,
-            generation: GenerationId(0),
-            row,
-        };
-        transport
-            .wait(transport.submit(&[], Some(publish)).expect("submits"))
-            .expect("publishes");
-    }
 }
 
 impl Subject for Cuda {
@@ -60,7 +31,7 @@ impl Subject for Cuda {
             experts,
         )
         .expect("fits");
-        place(&image, &transport, &layers, experts);
+        transport.place_all(&image).expect("copies");
         let backend = CudaBackend::new(
             self.driver.clone(),
             Some(Arc::new(transport)),

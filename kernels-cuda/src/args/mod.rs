@@ -98,4 +98,8 @@ args! {
         shared_inner: DevicePtr, routed: DevicePtr, shared_output: DevicePtr, hidden: DevicePtr,
         tap: DevicePtr, counters: DevicePtr, shared_width: u32, dense_encoding: u32,
     }
+    /// `layers/measure.cu`
+    ReadArgs {
+        from: DevicePtr, sum: DevicePtr, words: u64,
+    }
 }

@@ -105,6 +105,8 @@ HZ_DEVICE bool last_to_arrive(u32 *counter, u32 blocks, u32 *room) {
     }
     block_sync();
     const bool last = *room != 0;
+    // The word may be used for something else from here on.
+    block_sync();
     fence_device();
     return last;
 }

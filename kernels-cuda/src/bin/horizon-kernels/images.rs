@@ -33,7 +33,16 @@ pub struct Places {
     pub cache: Option<PathBuf>,
 }
 
-/// All images, by file name, and what there is to say about them.
+/// Which images to make; an empty list means all.
+#[derive(Default)]
+pub struct Part {
+    /// Parts of file names.
+    pub files: Vec<String>,
+    /// Targets.
+    pub targets: Vec<String>,
+}
+
+/// Images, by file name, and what there is to say about them.
 pub struct Images {
     /// Uncompressed, by the name of the compressed file.
     pub files: BTreeMap<String, Vec<u8>>,
@@ -41,6 +50,8 @@ pub struct Images {
     pub report: String,
     /// What must not be.
     pub findings: Vec<String>,
+    /// Whether these are all that there are.
+    pub complete: bool,
 }
 
 struct Source {
@@ -55,8 +66,8 @@ struct Task<'a> {
     target: &'static str,
 }
 
-/// Compiles everything.
-pub fn compile(places: &Places) -> Result<Images, String> {
+/// Compiles everything, or a part.
+pub fn compile(places: &Places, part: &Part) -> Result<Images, String> {
     let nvrtc = Nvrtc::open(&places.nvrtc)?;
     let version = nvrtc.version()?;
     if version != VERSION {
@@ -65,17 +76,19 @@ pub fn compile(places: &Places) -> Result<Images, String> {
             "NVRTC is {major}.{minor}; the images are made with {want}.{want_minor}"
         ));
     }
-    let sources = read(&places.src)?;
-    let headers = headers(&places.src)?;
-    let tasks: Vec<Task<'_>> = sources
-        .iter()
-        .flat_map(|source| {
-            ARCHS
-                .iter()
-                .chain([&FLOOR])
-                .map(move |target| Task { source, target })
-        })
+    let targets: Vec<&'static str> = ARCHS
+        .into_iter()
+        .chain([FLOOR])
+        .filter(|t| part.targets.is_empty() || part.targets.iter().any(|want| want == t))
         .collect();
+    let mut sources = read(&places.src)?;
+    sources.retain(|s| part.files.is_empty() || part.files.iter().any(|want| s.name.contains(want)));
+    if targets.is_empty() || sources.is_empty() {
+        return Err("no kernel file or no target of that name".to_owned());
+    }
+    let headers = headers(&places.src)?;
+    let of_source = |source| targets.iter().map(move |&target| Task { source, target });
+    let tasks: Vec<Task<'_>> = sources.iter().flat_map(of_source).collect();
     let queue = Mutex::new(tasks.iter().enumerate());
     let done = Mutex::new(BTreeMap::new());
     std::thread::scope(|scope| {
@@ -104,7 +117,9 @@ pub fn compile(places: &Places) -> Result<Images, String> {
     if !errors.is_empty() {
         return Err(errors.join("\n"));
     }
-    Ok(collect(&sources, &tasks, compiled))
+    let mut images = collect(&sources, &tasks, compiled);
+    images.complete = part.files.is_empty() && part.targets.is_empty();
+    Ok(images)
 }
 
 fn read(src: &Path) -> Result<Vec<Source>, String> {
@@ -174,7 +189,7 @@ fn collect(sources: &[Source], tasks: &[Task<'_>], compiled: Vec<Compiled>) -> I
     for source in sources {
         let mut said: Vec<String> = Vec::new();
         let mut usage = Vec::new();
-        for (task, output) in outputs.by_ref().take(ARCHS.len() + 1) {
+        for (task, output) in outputs.by_ref().take(tasks.len() / sources.len()) {
             said.extend(report::warnings(&output.log));
             if task.target != FLOOR {
                 usage.push((task.target, report::parse(&output.log)));
@@ -207,6 +222,7 @@ fn collect(sources: &[Source], tasks: &[Task<'_>], compiled: Vec<Compiled>) -> I
         files,
         report: report::table(&head, &rows),
         findings,
+        complete: true,
     }
 }
 
@@ -214,7 +230,8 @@ fn collect(sources: &[Source], tasks: &[Task<'_>], compiled: Vec<Compiled>) -> I
 pub fn write(images: &Images, folder: &Path) -> Result<usize, String> {
     fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let present = stored(folder)?;
-    for name in present.keys().filter(|n| !images.files.contains_key(*n)) {
+    let gone = |name: &&String| images.complete && !images.files.contains_key(*name);
+    for name in present.keys().filter(gone) {
         let path = folder.join(name);
         fs::remove_file(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     }
@@ -229,7 +246,7 @@ pub fn write(images: &Images, folder: &Path) -> Result<usize, String> {
         replace(&path, &packed)?;
     }
     let path = folder.join("report.txt");
-    if fs::read_to_string(&path).ok().as_ref() != Some(&images.report) {
+    if images.complete && fs::read_to_string(&path).ok().as_ref() != Some(&images.report) {
         replace(&path, images.report.as_bytes())?;
     }
     Ok(changed)
@@ -268,6 +285,9 @@ pub fn compare(images: &Images, folder: &Path) -> Result<Vec<String>, String> {
             Some(b) if b != bytes => found.push(format!("images/{name} is not what its source compiles to")),
             Some(_) => {}
         }
+    }
+    if !images.complete {
+        return Ok(found);
     }
     let gone = present.keys().filter(|n| !images.files.contains_key(*n));
     found.extend(gone.map(|name| format!("images/{name} has no source")));

@@ -11,17 +11,20 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 const USAGE: &str = "\
-usage: horizon-kernels build|check [--nvrtc FOLDER] [--images FOLDER]
+usage: horizon-kernels build|check [--only PART]... [--target TARGET]... [--nvrtc FOLDER] [--images FOLDER]
 
 build   compiles every kernel file for every target and writes images and report.txt
 check   compiles everything anew and fails if the images differ, or if a kernel spills, uses local memory or takes
         more registers than the line `// registers: N` above it allows
 
+--only PART      only files whose path below src contains PART; the report is printed, not written
+--target TARGET  only sm_80, sm_86, sm_89, sm_90, sm_120 or compute_80; the report is printed, not written
 --nvrtc FOLDER   where libnvrtc.so.12 is (default: target/cuda128/nvidia/cuda_nvrtc/lib)
 --images FOLDER  where the images are (default: kernels-cuda/images)";
 
 struct Request {
     check: bool,
+    part: images::Part,
     nvrtc: PathBuf,
     images: PathBuf,
 }
@@ -36,6 +39,7 @@ fn request(root: &Path) -> Result<Request, String> {
     };
     let mut request = Request {
         check,
+        part: images::Part::default(),
         nvrtc: root.join("../target/cuda128/nvidia/cuda_nvrtc/lib"),
         images: root.join("images"),
     };
@@ -43,9 +47,11 @@ fn request(root: &Path) -> Result<Request, String> {
         let mut value = || {
             words
                 .next()
-                .ok_or_else(|| format!("{flag} needs a folder\n{USAGE}"))
+                .ok_or_else(|| format!("{flag} needs a value\n{USAGE}"))
         };
         match flag.as_str() {
+            "--only" => request.part.files.push(value()?),
+            "--target" => request.part.targets.push(value()?),
             "--nvrtc" => request.nvrtc = value()?.into(),
             "--images" => request.images = value()?.into(),
             _ => return Err(format!("unknown flag {flag}\n{USAGE}")),
@@ -64,7 +70,7 @@ fn run() -> Result<(), String> {
         // A check believes nothing of earlier.
         cache: (!request.check).then(|| root.join("../target/kernel-images")),
     };
-    let images = images::compile(&places)?;
+    let images = images::compile(&places, &request.part)?;
     let mut findings = images.findings.clone();
     if request.check {
         let differences = images::compare(&images, &request.images)?;
@@ -73,6 +79,9 @@ fn run() -> Result<(), String> {
             findings.push("`horizon-kernels build` writes the images of the present sources".to_owned());
         }
     } else {
+        if !images.complete {
+            println!("{}", images.report);
+        }
         let changed = images::write(&images, &request.images)?;
         println!(
             "{changed} of {} images changed, {:.1} s",
