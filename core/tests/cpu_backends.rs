@@ -437,7 +437,14 @@ fn a_bad_batch_is_refused_and_changes_nothing() {
         for (why, rows) in bad {
             let error = o
                 .model
-                .enqueue(&StepBatch { rows, taps: false, ..StepBatch::default() }, &o.provider)
+                .enqueue(
+                    &StepBatch {
+                        rows,
+                        taps: false,
+                        ..StepBatch::default()
+                    },
+                    &o.provider,
+                )
                 .expect_err(why);
             let StepError::Invalid(text) = error else {
                 panic!("{why}: {error}")

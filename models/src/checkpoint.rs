@@ -247,6 +247,11 @@ impl Checkpoint {
         self.tensors.keys().any(|name| name.ends_with(".weight.codes"))
     }
 
+    /// Names of all tensors, in no order.
+    pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
     /// Tensors of all weight files.
     #[must_use]
     pub fn tensor_count(&self) -> usize {

@@ -3,6 +3,10 @@
 //! A key that is absent and a key that is `null` mean the same unless a method says otherwise. Values keep their
 //! type: `"8"` and `8.0` are not accepted where a whole number is meant.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::rc::Rc;
+
 use horizon_core::spec::{MAX_DIMENSION, SpecError};
 use serde_json::{Map, Value};
 use thiserror::Error;
@@ -53,11 +57,13 @@ pub fn parse(bytes: &[u8]) -> Result<Value, ConfigError> {
     serde_json::from_slice(bytes).map_err(|e| ConfigError::Json(e.to_string()))
 }
 
-/// The fields of a `config.json`, or of an object nested in it.
+/// The fields of a `config.json`, or of an object nested in it. Remembers which have been asked for.
 #[derive(Clone, Debug)]
 pub struct Config<'a> {
     fields: &'a Map<String, Value>,
     prefix: String,
+    /// Full names, of nested fields too.
+    asked: Rc<RefCell<BTreeSet<String>>>,
 }
 
 impl<'a> Config<'a> {
@@ -70,6 +76,7 @@ impl<'a> Config<'a> {
             Value::Object(fields) => Ok(Self {
                 fields,
                 prefix: String::new(),
+                asked: Rc::default(),
             }),
             other => Err(ConfigError::NotAnObject(kind(other))),
         }
@@ -78,13 +85,45 @@ impl<'a> Config<'a> {
     /// The value of a field; `None` when it is absent or `null`.
     #[must_use]
     pub fn get(&self, field: &str) -> Option<&'a Value> {
+        self.know(field);
         self.fields.get(field).filter(|v| !v.is_null())
     }
 
     /// Whether the key exists, if only as `null`.
     #[must_use]
     pub fn has(&self, field: &str) -> bool {
+        self.know(field);
         self.fields.contains_key(field)
+    }
+
+    /// Counts a field as asked for, whose value does not matter here.
+    pub fn know(&self, field: &str) {
+        self.asked.borrow_mut().insert(format!("{}{field}", self.prefix));
+    }
+
+    /// Fields that nobody has asked for and that say something: neither `null` nor `false`. Of a nested object those
+    /// within it, if it has been asked for.
+    #[must_use]
+    pub fn unasked(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        for (name, value) in self.fields {
+            let full = format!("{}{name}", self.prefix);
+            let asked = self.asked.borrow().contains(&full);
+            match value {
+                Value::Null | Value::Bool(false) => {}
+                Value::Object(fields) if asked => {
+                    let nested = Self {
+                        fields,
+                        prefix: format!("{full}."),
+                        asked: Rc::clone(&self.asked),
+                    };
+                    found.extend(nested.unasked());
+                }
+                _ if asked => {}
+                _ => found.push(full),
+            }
+        }
+        found
     }
 
     /// A nested object.
@@ -97,6 +136,7 @@ impl<'a> Config<'a> {
             Some(Value::Object(fields)) => Ok(Some(Self {
                 fields,
                 prefix: format!("{}{field}.", self.prefix),
+                asked: Rc::clone(&self.asked),
             })),
             Some(other) => Err(self.invalid(field, other, "must be an object")),
         }

@@ -57,6 +57,13 @@ fn spec(config: &Value) -> ModelSpec {
     family::resolve(config).unwrap_or_else(|e| panic!("{e}")).spec
 }
 
+/// The specification of a configuration that has no key of which nothing is known.
+fn known(config: &Value) -> ModelSpec {
+    let resolved = family::resolve(config).unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!(resolved.unknown_keys, [""; 0], "{}", resolved.spec.family);
+    resolved.spec
+}
+
 fn windows(config: &Value) -> Vec<Option<usize>> {
     spec(config).layers.iter().map(|l| l.window).collect()
 }
@@ -65,7 +72,7 @@ fn windows(config: &Value) -> Vec<Option<usize>> {
 #[test]
 fn golden_checkpoints_have_exactly_the_tensors_asked_for() {
     for model in MODELS {
-        let Resolved { spec, names } =
+        let Resolved { spec, names, .. } =
             family::resolve(&config(&format!("{model}/config.json"))).expect("resolves");
         let moe = spec.moe().expect("routes");
         let mut asked: BTreeMap<String, Vec<usize>> = dense_tensors(&spec)
@@ -101,13 +108,36 @@ fn golden_checkpoints_have_exactly_the_tensors_asked_for() {
 #[test]
 fn both_styles_of_configuration_say_the_same() {
     for model in MODELS {
-        let old = spec(&config(&format!("{model}/config.json")));
-        assert_eq!(old, spec(&config(&format!("{model}/config_v5.json"))), "{model}");
+        let old = known(&config(&format!("{model}/config.json")));
+        assert_eq!(old, known(&config(&format!("{model}/config_v5.json"))), "{model}");
     }
     for model in ["olmoe-micro", "qwen2moe-micro"] {
-        let hub = spec(&config(&format!("{model}/hub/config.json")));
-        assert_eq!(hub, spec(&config(&format!("{model}/config.json"))), "{model}");
+        let hub = known(&config(&format!("{model}/hub/config.json")));
+        assert_eq!(hub, known(&config(&format!("{model}/config.json"))), "{model}");
     }
+}
+
+#[test]
+fn keys_of_which_nothing_is_known_are_listed() {
+    let unknown = |file: &str, changes| {
+        family::resolve(&with(file, changes))
+            .expect("resolves")
+            .unknown_keys
+    };
+    // What is off is no setting; what another family means by a key is nothing to this one.
+    let changes = json!({
+        "zebra": 1, "aardvark": null, "badger": false, "_private": 3, "transformers_version": "9",
+        "shared_expert_intermediate_size": 64, "id2label": {"0": "A"}, "new": {"a": 1},
+    });
+    assert_eq!(
+        unknown("olmoe-tiny-a/config.json", changes),
+        ["zebra", "shared_expert_intermediate_size", "new"]
+    );
+    // Nested ones where the object is known, and not twice.
+    let rope =
+        json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "beta_slow": 1, "x": null}});
+    let unknown = unknown("olmoe-tiny-a/config_v5.json", rope);
+    assert_eq!(unknown, ["rope_parameters.beta_slow"]);
 }
 
 #[test]

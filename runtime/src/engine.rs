@@ -218,6 +218,7 @@ pub struct Engine {
     memory: HostMemory,
     timings: OpenTimings,
     notes: Vec<String>,
+    details: Vec<String>,
 }
 
 /// A model whose weights are in memory. Nothing is read from its source any more.
@@ -309,6 +310,7 @@ impl LoadedEngine {
             spec: loaded.spec,
             layout: loaded.layout,
             notes: loaded.notes,
+            details: loaded.details,
             model,
             experts,
             residency,
@@ -369,6 +371,12 @@ impl Engine {
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// The notes and what belongs into a record without being news.
+    #[must_use]
+    pub fn record(&self) -> Vec<String> {
+        [self.notes(), &self.details].concat()
     }
 
     /// For measurements.

@@ -32,6 +32,20 @@ pub enum TextFilesError {
         /// Why.
         source: TokenizerError,
     },
+    /// The tokenizer has tokens that the model does not know.
+    #[error(
+        "{}: tokenizer.json has token ids up to {largest}, but the model knows only {vocab} (vocab_size of config.json): \
+         it belongs to another model, or tokens were added without resizing the model; take both from one repository",
+        place.display()
+    )]
+    Vocabulary {
+        /// The model.
+        place: PathBuf,
+        /// Largest id of a token.
+        largest: usize,
+        /// Rows of the embedding table.
+        vocab: usize,
+    },
     /// The chat template, or the files around it.
     #[error("{}: {source}", place.display())]
     Chat {
@@ -63,10 +77,19 @@ pub fn tokenizer(source: &ModelSource) -> Result<Tokenizer, TextFilesError> {
         };
         return Err(TextFilesError::NoTokenizer { place: place(), hint });
     };
-    Tokenizer::from_bytes(&bytes).map_err(|source| TextFilesError::Tokenizer {
+    let tokenizer = Tokenizer::from_bytes(&bytes).map_err(|source| TextFilesError::Tokenizer {
         place: place(),
         source,
-    })
+    })?;
+    let vocab = source.spec().vocab;
+    if tokenizer.vocab_size() > vocab {
+        return Err(TextFilesError::Vocabulary {
+            place: place(),
+            largest: tokenizer.vocab_size() - 1,
+            vocab,
+        });
+    }
+    Ok(tokenizer)
 }
 
 /// Tokenizer and generation defaults, and the files of the chat template.

@@ -32,7 +32,6 @@ pub fn pack(args: PackArgs) -> Result<(), CliError> {
         Err(PackError::Cancelled) => return Err(CliError::Interrupted),
         other => other?,
     };
-    report.notes.iter().for_each(|n| out.note(&format!("note: {n}")));
     out.result(&report, || text(&args, &report))
 }
 

@@ -18,6 +18,13 @@ pub enum ArtifactError {
         /// Why.
         source: io::Error,
     },
+    /// A file that the manifest names is not there.
+    #[error(
+        "{}: the file is missing, though manifest.json names it; copy the artifact again, or pack the checkpoint \
+         again with `horizon pack --force`",
+        .0.display()
+    )]
+    MissingFile(PathBuf),
     /// There is no manifest.
     #[error("{}: there is no manifest.json: not an artifact of `horizon pack`", .0.display())]
     NoManifest(PathBuf),
@@ -97,11 +104,14 @@ pub enum ArtifactError {
 }
 
 impl ArtifactError {
-    /// Attaches a path to a system error.
+    /// What a system error about a file means that the manifest names.
     pub fn io(path: &Path) -> impl FnOnce(io::Error) -> Self + '_ {
-        move |source| Self::Io {
-            path: path.to_owned(),
-            source,
+        move |source| match source.kind() {
+            io::ErrorKind::NotFound => Self::MissingFile(path.to_owned()),
+            _ => Self::Io {
+                path: path.to_owned(),
+                source,
+            },
         }
     }
 }

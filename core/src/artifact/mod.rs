@@ -39,6 +39,10 @@ pub trait Progress: Sync {
     fn advance(&self, bytes: u64);
     /// Something that the user should know.
     fn note(&self, text: &str);
+    /// Whether the work is not wanted any more; asked between tensors while a model is loaded.
+    fn stopped(&self) -> bool {
+        false
+    }
 }
 
 /// Nobody is told.

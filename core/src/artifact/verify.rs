@@ -59,7 +59,7 @@ pub fn verify(dir: &Path, progress: &dyn Progress) -> Result<VerifySummary, Vec<
         let file = match std::fs::File::open(&path) {
             Ok(file) => file,
             Err(source) => {
-                problems.push(Problem(ArtifactError::Io { path, source }));
+                problems.push(Problem(ArtifactError::io(&path)(source)));
                 continue;
             }
         };

@@ -1,7 +1,9 @@
 //! What the families' configurations have in common: the sizes of the decoder, its attention, its rotary positions,
 //! and the settings that none of them implements.
 
-use horizon_core::spec::{AttentionSpec, FeedForward, LayerSpec, ModelSpec, QkNorm};
+use horizon_core::spec::{
+    AttentionSpec, FeedForward, LayerSpec, ModelSpec, MoeSpec, QkNorm, SharedExpertSpec,
+};
 use serde_json::Value;
 
 use crate::config::{Config, ConfigError};
@@ -95,16 +97,59 @@ pub(super) fn experts(config: &Config<'_>) -> Result<usize, ConfigError> {
     }
 }
 
-/// Which layers route, in the two Qwen families: those not in `mlp_only_layers`, every `decoder_sparse_step`-th.
-pub(super) fn sparse_layers(config: &Config<'_>, layers: usize) -> Result<Vec<bool>, ConfigError> {
+/// The layers of the two Qwen families: with `moe` where they route, which is every `decoder_sparse_step`-th layer that
+/// is not in `mlp_only_layers`, dense elsewhere.
+pub(super) fn sparse_layers(
+    config: &Config<'_>,
+    moe: &MoeSpec,
+    windows: Vec<Option<usize>>,
+) -> Result<Vec<LayerSpec>, ConfigError> {
+    // Of no effect where every layer routes.
+    config.know("intermediate_size");
     let step = config.optional_size("decoder_sparse_step")?.unwrap_or(1);
     if step == 0 {
         return Err(config.invalid("decoder_sparse_step", &Value::from(step), "must be at least 1"));
     }
     let dense = config.sizes("mlp_only_layers")?;
-    Ok((0..layers)
-        .map(|i| !dense.contains(&i) && (i + 1) % step == 0)
-        .collect())
+    windows
+        .into_iter()
+        .enumerate()
+        .map(|(i, window)| {
+            let feed_forward = if !dense.contains(&i) && (i + 1).is_multiple_of(step) {
+                FeedForward::Moe(moe.clone())
+            } else {
+                FeedForward::Dense {
+                    width: config.size("intermediate_size")?,
+                }
+            };
+            Ok(LayerSpec { window, feed_forward })
+        })
+        .collect()
+}
+
+/// The routed experts of the two Qwen families.
+pub(super) fn qwen_experts(
+    config: &Config<'_>,
+    shared: Option<SharedExpertSpec>,
+) -> Result<MoeSpec, ConfigError> {
+    Ok(MoeSpec {
+        experts: experts(config)?,
+        top_k: config.size("num_experts_per_tok")?,
+        width: config.size("moe_intermediate_size")?,
+        renormalize: config.bool_or("norm_topk_prob", false)?,
+        shared,
+    })
+}
+
+/// `sliding_window` of the two Qwen families, which have it only with `use_sliding_window`.
+pub(super) fn qwen_window(config: &Config<'_>) -> Result<Option<usize>, ConfigError> {
+    config.know("max_window_layers");
+    config.know("sliding_window");
+    if config.bool_or("use_sliding_window", false)? {
+        window(config, Some(4096))
+    } else {
+        Ok(None)
+    }
 }
 
 /// The window of a family that has it on every layer or on none. `layer_types`, where present, must agree.
@@ -226,6 +271,81 @@ fn rope_theta(config: &Config<'_>, default: f64) -> Result<f64, ConfigError> {
         }
     }
     Ok(theta.unwrap_or(default))
+}
+
+/// Keys that say nothing about the forward pass: how the model was made, how it is loaded and generated from elsewhere.
+const HARMLESS: [&str; 55] = [
+    "add_cross_attention",
+    "architectures",
+    "attention_dropout",
+    "attn_implementation",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "cross_attention_hidden_size",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "dtype",
+    "early_stopping",
+    "embd_pdrop",
+    "encoder_no_repeat_ngram_size",
+    "eos_token_id",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "gradient_checkpointing",
+    "hidden_dropout",
+    "id2label",
+    "initializer_range",
+    "is_decoder",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "prefix",
+    "pretraining_tp",
+    "problem_type",
+    "pruned_heads",
+    "repetition_penalty",
+    "resid_pdrop",
+    "return_dict",
+    "return_dict_in_generate",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "sep_token_id",
+    "task_specific_params",
+    "temperature",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torch_dtype",
+    "typical_p",
+    "use_cache",
+];
+/// Further ones, by how they begin: private fields, and the version.
+const HARMLESS_PREFIXES: [&str; 3] = ["_", "transformers", "unsloth"];
+
+/// Keys that the family did not ask for and that are not known to be harmless.
+pub(super) fn unknown_keys(config: &Config<'_>) -> Vec<String> {
+    HARMLESS.iter().for_each(|field| config.know(field));
+    // A mapping by token or by class is none of ours, whatever is in it.
+    let within = |key: &str| {
+        HARMLESS
+            .iter()
+            .any(|h| key.strip_prefix(h).is_some_and(|r| r.starts_with('.')))
+    };
+    let mut keys = config.unasked();
+    keys.retain(|key| !within(key) && !HARMLESS_PREFIXES.iter().any(|p| key.starts_with(p)));
+    keys
 }
 
 /// A value with which a setting changes nothing.

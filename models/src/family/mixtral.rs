@@ -1,8 +1,7 @@
 //! Mixtral: every layer routes, the chosen probabilities always sum to one, and the tensors have names of their own.
 
-use horizon_core::spec::{FeedForward, MoeSpec, QkNorm};
+use horizon_core::spec::{FeedForward, ModelSpec, MoeSpec, QkNorm};
 
-use super::Resolved;
 use super::common::{self, AttentionTraits, Defaults};
 use super::names::HubNames;
 use crate::config::{Config, ConfigError};
@@ -13,7 +12,7 @@ const NAMES: HubNames = HubNames {
     expert: ["w1", "w3", "w2"],
 };
 
-pub(super) fn resolve(config: &Config<'_>) -> Result<Resolved, ConfigError> {
+pub(super) fn resolve(config: &Config<'_>) -> Result<(ModelSpec, HubNames), ConfigError> {
     common::refuse_clipping(config)?;
     let traits = AttentionTraits {
         qk_norm: QkNorm::None,
@@ -38,8 +37,5 @@ pub(super) fn resolve(config: &Config<'_>) -> Result<Resolved, ConfigError> {
     };
     let layers = common::uniform(layers, window, FeedForward::Moe(moe));
     let spec = common::model(config, "mixtral", &defaults, traits, layers)?;
-    Ok(Resolved {
-        spec,
-        names: Box::new(NAMES),
-    })
+    Ok((spec, NAMES))
 }

@@ -1,6 +1,6 @@
 //! Model families: `config.json` and hub tensor names onto [`ModelSpec`] and roles.
 //!
-//! A family is one small file with a function from [`Config`] to [`Resolved`], listed in `FAMILIES` below. It contains
+//! A family is one small file with a function from [`Config`] to a specification and names, listed in `FAMILIES` below. It contains
 //! no mathematics: what it cannot express in a [`ModelSpec`] it refuses, naming the field. Defaults for absent
 //! keys are those of the family's configuration class in Hugging Face transformers 5.
 
@@ -17,6 +17,7 @@ use horizon_core::roles::TensorNames;
 use horizon_core::spec::{FeedForward, ModelSpec, SpecError};
 use serde_json::Value;
 
+use self::names::HubNames;
 use crate::config::Config;
 pub use crate::config::ConfigError;
 
@@ -26,6 +27,8 @@ pub struct Resolved {
     pub spec: ModelSpec,
     /// The hub's names of its tensors.
     pub names: Box<dyn TensorNames>,
+    /// Keys of the `config.json` that mean nothing to this family and are not known to be harmless.
+    pub unknown_keys: Vec<String>,
 }
 
 impl fmt::Debug for Resolved {
@@ -36,7 +39,7 @@ impl fmt::Debug for Resolved {
     }
 }
 
-type Family = fn(&Config<'_>) -> Result<Resolved, ConfigError>;
+type Family = fn(&Config<'_>) -> Result<(ModelSpec, HubNames), ConfigError>;
 
 /// Every family, by the `model_type` of its `config.json`.
 const FAMILIES: [(&str, Family); 4] = [
@@ -55,7 +58,8 @@ pub fn supported() -> impl Iterator<Item = &'static str> {
 ///
 /// # Errors
 /// An unknown `model_type`; a field that is missing, of the wrong type or out of range; a setting that changes the
-/// mathematics and is not implemented. Keys that do not concern the forward pass are ignored.
+/// mathematics and is not implemented. Keys that do not concern the forward pass are ignored; those of which nothing
+/// is known are listed.
 pub fn resolve(config: &Value) -> Result<Resolved, ConfigError> {
     let config = Config::new(config)?;
     let family = config.optional_str("model_type")?;
@@ -66,16 +70,20 @@ pub fn resolve(config: &Value) -> Result<Resolved, ConfigError> {
         });
     };
     common::refuse_unimplemented(&config)?;
-    let resolved = resolve(&config)?;
-    resolved.spec.validate().map_err(|e| in_words_of(&config, e))?;
-    if resolved.spec.moe().is_none() {
+    let (spec, names) = resolve(&config)?;
+    spec.validate().map_err(|e| in_words_of(&config, e))?;
+    if spec.moe().is_none() {
         return Err(ConfigError::Invalid {
             field: "mlp_only_layers, decoder_sparse_step".to_owned(),
-            value: format!("{} dense layers", dense_layers(&resolved.spec)),
+            value: format!("{} dense layers", dense_layers(&spec)),
             problem: "no layer is left with routed experts".to_owned(),
         });
     }
-    Ok(resolved)
+    Ok(Resolved {
+        spec,
+        names: Box::new(names),
+        unknown_keys: common::unknown_keys(&config),
+    })
 }
 
 /// The same error under the key that this `config.json` has: two families call the experts' width

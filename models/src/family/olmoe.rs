@@ -1,12 +1,12 @@
 //! OLMoE: every layer routes; queries and keys are normalised over all heads together; optional clipping.
 
-use horizon_core::spec::{FeedForward, MoeSpec, QkNorm};
+use horizon_core::spec::{FeedForward, ModelSpec, MoeSpec, QkNorm};
 
 use super::common::{self, AttentionTraits, Defaults};
-use super::{Resolved, names};
+use super::names::{self, HubNames};
 use crate::config::{Config, ConfigError};
 
-pub(super) fn resolve(config: &Config<'_>) -> Result<Resolved, ConfigError> {
+pub(super) fn resolve(config: &Config<'_>) -> Result<(ModelSpec, HubNames), ConfigError> {
     let bias = config.bool_or("attention_bias", false)?;
     let traits = AttentionTraits {
         qk_norm: QkNorm::AllHeads,
@@ -30,8 +30,5 @@ pub(super) fn resolve(config: &Config<'_>) -> Result<Resolved, ConfigError> {
     };
     let layers = common::uniform(layers, window, FeedForward::Moe(moe));
     let spec = common::model(config, "olmoe", &defaults, traits, layers)?;
-    Ok(Resolved {
-        spec,
-        names: Box::new(names::USUAL),
-    })
+    Ok((spec, names::USUAL))
 }

@@ -1,14 +1,14 @@
 //! Qwen2-MoE (Qwen1.5-MoE included): a gated shared expert beside the routed ones, biases on query, key and value,
 //! dense layers between the routing ones, and a sliding window on some layers if `use_sliding_window` says so.
 
-use horizon_core::spec::{FeedForward, LayerSpec, MoeSpec, QkNorm, SharedExpertSpec};
+use horizon_core::spec::{ModelSpec, QkNorm, SharedExpertSpec};
 use serde_json::Value;
 
 use super::common::{self, AttentionTraits, Defaults, SLIDING};
-use super::{Resolved, names};
+use super::names::{self, HubNames};
 use crate::config::{Config, ConfigError};
 
-pub(super) fn resolve(config: &Config<'_>) -> Result<Resolved, ConfigError> {
+pub(super) fn resolve(config: &Config<'_>) -> Result<(ModelSpec, HubNames), ConfigError> {
     common::refuse_clipping(config)?;
     let traits = AttentionTraits {
         qk_norm: QkNorm::None,
@@ -16,42 +16,20 @@ pub(super) fn resolve(config: &Config<'_>) -> Result<Resolved, ConfigError> {
         output_bias: false,
         clip_qkv: None,
     };
-    let moe = MoeSpec {
-        experts: common::experts(config)?,
-        top_k: config.size("num_experts_per_tok")?,
-        width: config.size("moe_intermediate_size")?,
-        renormalize: config.bool_or("norm_topk_prob", false)?,
-        shared: Some(SharedExpertSpec {
-            width: config.size("shared_expert_intermediate_size")?,
-            gated: true,
-        }),
+    let shared = SharedExpertSpec {
+        width: config.size("shared_expert_intermediate_size")?,
+        gated: true,
     };
-    let layers = common::layer_count(config)?;
-    let sparse = common::sparse_layers(config, layers)?;
-    let layers = windows(config, layers)?
-        .into_iter()
-        .zip(sparse)
-        .map(|(window, sparse)| {
-            let feed_forward = if sparse {
-                FeedForward::Moe(moe.clone())
-            } else {
-                FeedForward::Dense {
-                    width: config.size("intermediate_size")?,
-                }
-            };
-            Ok(LayerSpec { window, feed_forward })
-        })
-        .collect::<Result<_, ConfigError>>()?;
+    let moe = common::qwen_experts(config, Some(shared))?;
+    let windows = windows(config, common::layer_count(config)?)?;
+    let layers = common::sparse_layers(config, &moe, windows)?;
     let defaults = Defaults {
         rms_norm_eps: 1e-6,
         rope_theta: 1e4,
         kv_heads: Some(16),
     };
     let spec = common::model(config, "qwen2_moe", &defaults, traits, layers)?;
-    Ok(Resolved {
-        spec,
-        names: Box::new(names::USUAL),
-    })
+    Ok((spec, names::USUAL))
 }
 
 /// The window of each layer, as transformers 5 has it: `layer_types` decides; without them, and with
@@ -63,11 +41,7 @@ fn windows(config: &Config<'_>, layers: usize) -> Result<Vec<Option<usize>>, Con
         Some(types) => types.iter().map(|t| *t == SLIDING).collect(),
         None => (0..layers).map(|i| enabled && i % 2 == 0 && i < below).collect(),
     };
-    let window = if enabled {
-        common::window(config, Some(4096))?
-    } else {
-        None
-    };
+    let window = common::qwen_window(config)?;
     if window.is_none() && sliding.contains(&true) {
         let problem = "some layers slide, but use_sliding_window is false or there is no window";
         return Err(config.invalid(

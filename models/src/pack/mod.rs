@@ -77,7 +77,7 @@ pub struct PackReport {
     pub narrowing: NarrowingReport,
     /// What quantization lost, by layer.
     pub quantization_error: Vec<LayerError>,
-    /// What the user should know.
+    /// What the user should know; `progress` has been told already.
     pub notes: Vec<String>,
 }
 
@@ -122,7 +122,9 @@ pub fn pack(
     let open = checkpoint.open_files()?;
     let (plan, jobs) = job::plan(source, options.block);
     let mut writer = ArtifactWriter::create(dest, options.force, plan)?;
-    writer.notes().iter().for_each(|n| progress.note(n));
+    let mut notes: Vec<String> = [source.notes(), writer.notes()].concat();
+    notes.iter().for_each(|n| progress.note(n));
+    let told = writer.notes().len();
     for name in SMALL_FILES {
         if let Some(bytes) = source.file(name)? {
             writer.small_file(name, &bytes)?;
@@ -155,7 +157,11 @@ pub fn pack(
     if cancel.load(Ordering::Relaxed) {
         return Err(PackError::Cancelled);
     }
-    let (manifest, notes) = writer.publish(manifest)?;
+    let (manifest, all) = writer.publish(manifest)?;
+    for note in &all[told..] {
+        progress.note(note);
+        notes.push(note.clone());
+    }
     Ok(PackReport {
         manifest_sha256: manifest.manifest_sha256.to_string(),
         bytes_read,

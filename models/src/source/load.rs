@@ -76,6 +76,8 @@ pub struct LoadedModel {
     pub quantization_error: Vec<LayerError>,
     /// What the user should know.
     pub notes: Vec<String>,
+    /// What belongs into a record of the run and is no news: how much narrowing to FP16 lost.
+    pub details: Vec<String>,
 }
 
 /// A model that could not be loaded.
@@ -183,7 +185,8 @@ impl ModelSource {
             dtypes: manifest.dtypes.clone(),
             narrowing: manifest.narrowing,
             quantization_error: manifest.quantization_error.clone(),
-            notes: lost_bits(manifest.narrowing),
+            notes: self.notes.clone(),
+            details: lost_bits(manifest.narrowing),
         })
     }
 
@@ -245,7 +248,8 @@ impl ModelSource {
             } else {
                 Vec::new()
             },
-            notes: lost_bits(narrowing),
+            notes: self.notes.clone(),
+            details: lost_bits(narrowing),
         })
     }
 

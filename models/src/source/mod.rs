@@ -1,10 +1,11 @@
 //! [`ModelSource`]: a model to load, whether an artifact, a checkpoint or bytes in the program itself.
 
 mod load;
+mod notes;
 mod predict;
 mod read;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -109,6 +110,7 @@ pub struct ModelSource {
     config: Value,
     config_bytes: Vec<u8>,
     names: Box<dyn TensorNames>,
+    notes: Vec<String>,
     origin: Origin,
 }
 
@@ -176,16 +178,20 @@ impl ModelSource {
         };
         let config = config::parse(&bytes).map_err(wrong)?;
         let resolved = family::resolve(&config).map_err(wrong)?;
+        let mut used = HashSet::new();
         for (role, shape) in dense_tensors(&resolved.spec) {
-            checkpoint.tensor(&resolved.names.dense(role), &shape)?;
+            used.insert(checkpoint.tensor(&resolved.names.dense(role), &shape)?.name);
         }
         for role in expert_tensors(&resolved.spec) {
-            checkpoint.tensor(
-                &resolved.names.expert(role),
-                &expert_shape(&resolved.spec, role.matrix),
-            )?;
+            let shape = expert_shape(&resolved.spec, role.matrix);
+            used.insert(checkpoint.tensor(&resolved.names.expert(role), &shape)?.name);
         }
+        let notes = notes::unknown_keys(&resolved)
+            .into_iter()
+            .chain(notes::unused_tensors(&checkpoint, &resolved, &used))
+            .collect();
         Ok(Self {
+            notes,
             spec: Arc::new(resolved.spec),
             config,
             config_bytes: bytes,
@@ -230,10 +236,12 @@ impl ModelSource {
                 &[layout.rows, layout.row_blocks()],
             )?;
         }
+        let notes = notes::unknown_keys(&resolved).into_iter().collect();
         Ok(Self {
             spec: Arc::new(resolved.spec),
             config,
             config_bytes: bytes,
+            notes,
             names: resolved.names,
             origin: Origin::Artifact(Box::new(artifact)),
         })
@@ -253,6 +261,12 @@ impl ModelSource {
     #[must_use]
     pub fn spec(&self) -> &Arc<ModelSpec> {
         &self.spec
+    }
+
+    /// What its files have that this program has no use for, in words.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// `config.json`.

@@ -13,10 +13,24 @@ use horizon_core::image::ExpertSource;
 use horizon_core::qpacked::{QpackedLayout, QuantizationError, Quantizer};
 use horizon_core::record::{ExpertEncoding, RecordLayout};
 use horizon_core::roles::{DenseRole, ExpertMatrix, ExpertRole};
+use thiserror::Error;
 
 use super::{ModelSource, PackedNames};
 use crate::checkpoint::OpenCheckpoint;
 use crate::transform::{ScratchPool, TransformError, le_bytes, le_bytes_mut, narrow_tensor, quantize_tensor};
+
+/// The work is not wanted any more.
+#[derive(Debug, Error)]
+#[error("loading was stopped")]
+struct Stopped;
+
+fn go_on(progress: &dyn Progress) -> Result<(), SourceError> {
+    if progress.stopped() {
+        Err(boxed(Stopped))
+    } else {
+        Ok(())
+    }
+}
 
 fn boxed(e: impl std::error::Error + Send + Sync + 'static) -> SourceError {
     SourceError(Box::new(e))
@@ -47,6 +61,7 @@ pub(super) struct ArtifactReader<'a> {
 
 impl ArtifactReader<'_> {
     fn fill(&self, name: &str, out: &mut [u8]) -> Result<(), SourceError> {
+        go_on(self.progress)?;
         self.shards.read(name, out, self.check).map_err(boxed)?;
         self.progress.advance(out.len() as u64);
         Ok(())
@@ -103,6 +118,7 @@ impl CheckpointReader<'_> {
         shape: &[usize],
         mut put: impl FnMut(usize, &[f16]),
     ) -> Result<NarrowingReport, SourceError> {
+        go_on(self.progress)?;
         let tensor = self.open.checkpoint().tensor(name, shape).map_err(boxed)?;
         self.scratch
             .with(|scratch| {
@@ -123,6 +139,7 @@ impl CheckpointReader<'_> {
         out: &mut [u8],
         [values, scales]: [&Range<usize>; 2],
     ) -> Result<(), SourceError> {
+        go_on(self.progress)?;
         let name = self.source.expert_name(role);
         let tensor = self
             .open

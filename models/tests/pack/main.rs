@@ -1,5 +1,6 @@
 //! Checkpoint to artifact to memory: the same model on every way, and nothing else on any.
 
+mod notes;
 mod refused;
 mod support;
 
@@ -300,9 +301,9 @@ fn lost_bits_are_counted_and_told() {
     let model = load(&dest, ExpertsMode::default());
     assert_eq!(model.narrowing, report.narrowing);
     assert!(
-        model.notes.iter().any(|n| n.contains("5 of")),
+        model.details.iter().any(|n| n.contains("5 of")),
         "{:?}",
-        model.notes
+        model.details
     );
 }
 

@@ -133,7 +133,14 @@ impl Running {
             .collect();
         let ticket = self
             .model
-            .enqueue(&StepBatch { rows, taps: false, ..StepBatch::default() }, &self.experts)
+            .enqueue(
+                &StepBatch {
+                    rows,
+                    taps: false,
+                    ..StepBatch::default()
+                },
+                &self.experts,
+            )
             .expect("enqueues");
         self.model.finish(ticket).expect("finishes")
     }
