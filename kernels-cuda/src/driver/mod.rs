@@ -3,6 +3,7 @@
 //! [`Driver`] has two implementations: the card, through the installed NVIDIA driver, and, for tests on a machine
 //! without one, the same kernel sources compiled for the host (module `emulated`, feature `emulator`).
 
+pub mod cuda;
 #[cfg(feature = "emulator")]
 pub mod emulated;
 
