@@ -74,7 +74,7 @@ pub enum SetupError {
         experts: usize,
     },
     /// Too few spares.
-    #[error("{spares} spare slots cannot hold the {top_k} experts of one token")]
+    #[error("--spares {spares}: so few spare slots cannot hold the {top_k} experts of one token")]
     Spares {
         /// Spares.
         spares: usize,

@@ -49,6 +49,9 @@ pub enum Command {
     /// Measure speed.
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Study the expert cache without a model.
+    #[command(subcommand)]
+    Cache(CacheCommand),
     /// Print a completion script for a shell.
     Completions {
         /// Shell.
@@ -85,6 +88,16 @@ pub enum BenchCommand {
     Decode(BenchDecodeArgs),
     /// Write a synthetic checkpoint with the shapes of a real model, for measurements.
     MakeCheckpoint(MakeCheckpointArgs),
+}
+
+/// `horizon cache`.
+#[derive(Debug, Subcommand)]
+pub enum CacheCommand {
+    /// Replay routing traces: what each policy would have hit at each capacity, and the best that any could have.
+    ///
+    /// A trace is recorded with `run --trace FILE` or `bench decode --trace FILE`. Several traces of one model are
+    /// replayed one after another as one. The optimum knows the future (Belady's MIN); it is the bound, not a policy.
+    Simulate(SimulateArgs),
 }
 
 /// Which model, and how it is executed.
@@ -259,6 +272,9 @@ pub struct RunArgs {
     /// Special tokens in the answer's text [default: show, with --chat hide]
     #[arg(long, value_enum, value_name = "HOW")]
     pub special_tokens: Option<SpecialTokens>,
+    /// Record which experts each token chose, for `horizon cache simulate`
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     #[command(flatten)]
     pub model: ModelArgs,
     #[command(flatten)]
@@ -373,10 +389,42 @@ pub struct BenchDecodeArgs {
     /// Also count which experts N random tokens choose, layer by layer
     #[arg(long, value_name = "N")]
     pub routing_load: Option<usize>,
+    /// Record which experts each token chose, for `horizon cache simulate`; copying that out of the steps takes a
+    /// little of their time
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
     #[command(flatten)]
     pub model: ModelArgs,
     #[command(flatten)]
     pub output: OutputArgs,
+}
+
+/// `horizon cache simulate`.
+#[derive(Debug, Args)]
+pub struct SimulateArgs {
+    /// Routing traces
+    #[arg(value_name = "TRACE", required_unless_present = "trace")]
+    pub traces: Vec<PathBuf>,
+    /// A routing trace; the same as naming it without the flag
+    #[arg(long, value_name = "FILE")]
+    pub trace: Vec<PathBuf>,
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', help = policies_help())]
+    pub policy: Vec<Policy>,
+    /// Resident experts of each layer [default: about eight between the experts of a token and all]
+    #[arg(short, long, value_name = "N,...", value_delimiter = ',')]
+    pub capacity: Vec<usize>,
+    /// Spare slots, shared by all layers [default: the experts of a token]
+    #[arg(long, value_name = "N")]
+    pub spares: Option<usize>,
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+fn policies_help() -> String {
+    format!(
+        "Which experts make room: {} [default: all of them]",
+        Policy::ALL.map(Policy::name).join(", ")
+    )
 }
 
 /// `horizon bench make-checkpoint`.

@@ -9,7 +9,7 @@ mod resolve;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use args::{BenchCommand, Cli, Command, EvalCommand};
+use args::{BenchCommand, CacheCommand, Cli, Command, EvalCommand};
 use clap::Parser;
 use output::CliError;
 
@@ -34,6 +34,7 @@ fn dispatch(command: Command, started: Instant) -> Result<(), CliError> {
         Command::Eval(EvalCommand::Perplexity(args)) => commands::eval::perplexity(args),
         Command::Bench(BenchCommand::Decode(args)) => commands::bench::decode(args, started),
         Command::Bench(BenchCommand::MakeCheckpoint(args)) => commands::bench::make_checkpoint(args),
+        Command::Cache(CacheCommand::Simulate(args)) => commands::cache::simulate(args),
         Command::Completions { shell } => commands::about::completions(shell),
         Command::Man { command } => commands::about::man(&command),
     }
@@ -49,6 +50,7 @@ fn wants_json(command: &Command) -> bool {
         Command::Eval(EvalCommand::Perplexity(a)) => a.output.json,
         Command::Bench(BenchCommand::Decode(a)) => a.output.json,
         Command::Bench(BenchCommand::MakeCheckpoint(a)) => a.out.json,
+        Command::Cache(CacheCommand::Simulate(a)) => a.output.json,
         Command::Completions { .. } | Command::Man { .. } => false,
     }
 }

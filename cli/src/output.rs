@@ -7,6 +7,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use horizon_core::artifact::Progress;
+pub use horizon_runtime::size::bytes;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use serde_json::json;
@@ -257,25 +258,6 @@ impl Drop for Bar {
     }
 }
 
-/// `n` bytes in words: 512 B, 1.5 KiB, 2.25 GiB.
-#[must_use]
-pub fn bytes(n: u64) -> String {
-    let mut value = n as f64;
-    let mut unit = "B";
-    for next in ["KiB", "MiB", "GiB", "TiB"] {
-        if value < 1024.0 {
-            break;
-        }
-        value /= 1024.0;
-        unit = next;
-    }
-    match unit {
-        "B" => format!("{n} B"),
-        _ if value < 10.0 => format!("{value:.2} {unit}"),
-        _ => format!("{value:.1} {unit}"),
-    }
-}
-
 /// `n` with its thousands apart: 6 919 161 856.
 #[must_use]
 pub fn thousands(n: u64) -> String {
@@ -343,10 +325,6 @@ mod tests {
 
     #[test]
     fn numbers_read_well() {
-        assert_eq!(
-            [bytes(0), bytes(1023), bytes(1536), bytes(20 << 30)],
-            ["0 B", "1023 B", "1.50 KiB", "20.0 GiB"]
-        );
         assert_eq!(
             [thousands(7), thousands(1234), thousands(1_000_000)],
             ["7", "1 234", "1 000 000"]

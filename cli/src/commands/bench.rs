@@ -24,6 +24,7 @@ use serde_json::json;
 
 use super::model;
 use super::report::residency_line;
+use super::trace::{self, TraceReport, Tracing};
 use crate::args::{BenchDecodeArgs, MakeCheckpointArgs};
 use crate::output::{Bar, CliError, Output, bytes, table};
 use crate::resolve::{ModelPlace, engine_options};
@@ -50,6 +51,7 @@ struct DecodeReport {
     routing_load: Option<RoutingLoad>,
     #[serde(flatten)]
     residency: ResidencyReport,
+    trace: Option<TraceReport>,
     settings: Settings,
 }
 
@@ -110,6 +112,7 @@ pub fn decode(args: BenchDecodeArgs, process_started: Instant) -> Result<(), Cli
         predicted: m.predicted,
         routing_load: m.routing_load,
         residency: m.residency,
+        trace: m.trace,
         settings: m.settings,
     };
     out.result(&report, || text(&report))
@@ -127,6 +130,7 @@ struct Measured {
     cold_start: ColdStart,
     routing_load: Option<RoutingLoad>,
     residency: ResidencyReport,
+    trace: Option<TraceReport>,
 }
 
 /// Opens the model, generates, and closes it.
@@ -152,11 +156,13 @@ fn measure(
             "--prompt-tokens and --tokens: {asked} tokens do not fit the context of {context}"
         )));
     }
+    trace::check(args.trace.as_deref(), source.spec())?;
     let files = weight_files(&source);
     let open_files_s = started.elapsed().as_secs_f64();
     let engine = Engine::open(&source, options, bar).map_err(model::refused)?;
     drop(source);
     bar.finish();
+    model::note_fit(&engine, bar);
     let (settings, predicted, open) = (
         engine.settings().clone(),
         engine.memory().clone(),
@@ -172,12 +178,15 @@ fn measure(
         ..Request::default()
     };
     let residency = engine.residency();
+    let tracing = Tracing::of(args.trace.as_deref(), &engine)?;
     let mut session = engine.into_session();
+    let traced = tracing.begin(&mut session);
     let before_s = started.elapsed().as_secs_f64();
     let answer = session.generate(&request, &mut NoText, &AtomicBool::new(false), &mut |_| {})?;
     let residency = ResidencyReport::new(&settings, &residency);
     let peak = watch.peak_bytes();
     drop(watch);
+    let trace = trace::save(traced, &mut session)?;
     let routing_load = match args.routing_load {
         Some(most) => {
             let (n, e) = (most.min(settings.context), session.evaluator());
@@ -205,6 +214,7 @@ fn measure(
         cold_start,
         routing_load,
         residency,
+        trace,
     })
 }
 
@@ -319,6 +329,9 @@ fn text(r: &DecodeReport) -> String {
     }
     if let Some(line) = residency_line(&r.residency) {
         out.push_str(&format!("{line}\n"));
+    }
+    if let Some(trace) = &r.trace {
+        out.push_str(&format!("{}\n", trace.line()));
     }
     let s = &r.settings;
     out.push_str(&format!(

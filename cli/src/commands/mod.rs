@@ -2,6 +2,7 @@
 
 pub mod about;
 pub mod bench;
+pub mod cache;
 pub mod chat;
 pub mod eval;
 pub mod inspect;
@@ -10,3 +11,4 @@ pub mod model;
 pub mod pack;
 pub mod report;
 pub mod run;
+pub mod trace;

@@ -107,7 +107,15 @@ pub fn load(
     drop(source);
     let engine = loaded.admit().map_err(refused)?;
     engine.notes().iter().for_each(|n| bar.note(n));
+    note_fit(&engine, bar);
     Ok((engine, text))
+}
+
+/// Says which capacity a budget chose and why, if there is a budget.
+pub fn note_fit(engine: &Engine, bar: &Bar) {
+    if let Some(fit) = &engine.settings().budget {
+        bar.note(&fit.lines().join("\n"));
+    }
 }
 
 /// An engine that cannot be had; a cache that no machine could give is a mistake in the command line.

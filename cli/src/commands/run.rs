@@ -14,6 +14,7 @@ use serde::Serialize;
 
 use super::model;
 use super::report::{ResolvedPlan, TimingReport, residency_line, summary};
+use super::trace::{self, TraceReport, Tracing};
 use crate::args::{RunArgs, SpecialTokens};
 use crate::interrupt::Work;
 use crate::output::{CliError, Output, write_stdout};
@@ -31,6 +32,7 @@ struct RunReport<'a> {
     memory: ResidentMemory,
     #[serde(flatten)]
     residency: ResidencyReport,
+    trace: Option<&'a TraceReport>,
     settings: &'a ResolvedPlan,
     notes: &'a [String],
 }
@@ -47,6 +49,7 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
     )?;
     let bar = out.progress();
     let source = model::open(&ModelPlace::of(args.model.model.as_deref()), &bar)?;
+    trace::check(args.trace.as_deref(), source.spec())?;
     let (engine, text) = model::load(source, &options, &bar)?;
     let plan = generation(&args.generate, &text.generation)?;
     let prompt_ids = encode(&args, &text, &prompt)?;
@@ -71,8 +74,11 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
         write_stdout(&prompt)?;
     }
     let residency = engine.residency();
+    let tracing = Tracing::of(args.trace.as_deref(), &engine)?;
     let mut session = engine.into_session();
+    let traced = tracing.begin(&mut session);
     let answer = generate(&mut session, &request, &text, special_shown, out)?;
+    let trace = trace::save(traced, &mut session)?;
     let report = RunReport {
         text: &answer.text,
         prompt_ids: &request.prompt,
@@ -82,6 +88,7 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
         timings: TimingReport::new(open_timings, &answer, request.prompt.len()),
         memory: ResidentMemory::now(),
         residency: ResidencyReport::new(resolved.engine(), &residency),
+        trace: trace.as_ref(),
         settings: &resolved,
         notes: &notes,
     };
@@ -96,6 +103,9 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
     out.note(&summary(&answer, request.prompt.len(), seed));
     if let Some(line) = residency_line(&report.residency) {
         out.note(&line);
+    }
+    if let Some(trace) = &trace {
+        out.note(&trace.line());
     }
     if answer.stop == StopReason::Cancelled {
         Err(CliError::Interrupted)

@@ -1,7 +1,8 @@
-//! `horizon pack` ended from outside: killed, stopped by Ctrl-C, or refused the space that it needs.
+//! `horizon pack` and `run --trace` ended from outside: killed, stopped by Ctrl-C, or refused the space that they need.
 
 #![cfg(unix)]
 
+use std::io::Read;
 use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
@@ -88,4 +89,66 @@ fn a_write_that_is_refused_leaves_no_trace() {
         .expect("sh is there");
     Done::of(output).fails(1, &["m.hz.partial", "File too large"]);
     assert_eq!(entries(folder.path()), ["stories"]);
+}
+
+/// Starts a run that records its routing to `trace` and returns once text comes.
+fn recording(trace: &Path) -> Child {
+    let flags = [
+        "run",
+        "Once",
+        "--ignore-eos",
+        "--greedy",
+        "-n",
+        "100000",
+        "--backend",
+        "cpu-reference",
+    ];
+    let mut child = command(&[&flags as &[&str], &["--trace", as_str(trace)]].concat())
+        .spawn()
+        .expect("the program starts");
+    let mut first = [0];
+    let stdout = child.stdout.as_mut().expect("is piped");
+    stdout.read_exact(&mut first).expect("text comes");
+    child
+}
+
+#[test]
+fn a_run_that_is_killed_leaves_the_trace_before_it_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let trace = folder.path().join("t");
+    std::fs::write(&trace, "old").expect("writes");
+    let mut child = recording(&trace);
+    signal(&child, "-KILL");
+    child.wait().expect("ends");
+    assert_eq!(entries(folder.path()), ["t"]);
+    assert_eq!(std::fs::read(&trace).expect("reads"), b"old");
+}
+
+#[test]
+fn a_run_that_is_stopped_keeps_the_trace_of_what_it_ran() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let trace = folder.path().join("t");
+    let child = recording(&trace);
+    signal(&child, "-INT");
+    let done = Done::of(child.wait_with_output().expect("ends"));
+    assert_eq!(done.code, 130, "{}", done.stderr);
+    assert_eq!(entries(folder.path()), ["t"]);
+    horizon(&["cache", "simulate", as_str(&trace)]).ok();
+}
+
+#[test]
+fn a_trace_that_is_refused_its_space_is_not_there() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let trace = folder.path().join("t");
+    std::fs::write(&trace, "old").expect("writes");
+    // Files of at most 512 bytes or a KiB, and the signal of the limit ignored.
+    let script =
+        "trap '' XFSZ; ulimit -f 1; exec \"$0\" run Once --greedy --ignore-eos -n 60 --json --trace \"$1\"";
+    let output = Command::new("sh")
+        .args(["-c", script, env!("CARGO_BIN_EXE_horizon"), as_str(&trace)])
+        .output()
+        .expect("sh is there");
+    Done::of(output).code_and_error(1, as_str(&trace));
+    assert_eq!(entries(folder.path()), ["t"]);
+    assert_eq!(std::fs::read(&trace).expect("reads"), b"old");
 }

@@ -1,6 +1,7 @@
 //! The command as its users meet it: exit codes, stdout, stderr, JSON, signals. All on the embedded demo model.
 
 mod answers;
+mod budget;
 mod chat;
 mod failures;
 mod hub;
@@ -14,6 +15,7 @@ mod measures;
 mod mock_hub;
 mod models;
 mod residency;
+mod traces;
 
 use std::fs;
 use std::io::Write;

@@ -157,7 +157,7 @@ fn caches_that_cannot_be_are_usage_errors() {
         for c in ["0", "3", "17", "4096"] {
             with(&["-c", c]).fails(2, &["experts in each layer", "4", "16", "--ctx"]);
         }
-        with(&["-c", "8", "--spares", "3"]).fails(2, &["3 spare slots", "4 experts"]);
+        with(&["-c", "8", "--spares", "3"]).fails(2, &["--spares 3", "4 experts"]);
         with(&["-c", "8", "--spares", "81"]).fails(2, &["--spares 81", "80"]);
         with(&["-c", "8", "--policy", "mru"]).fails(2, &["mru", "lru, lfu, static, lfu-aging"]);
         with(&["--policy", "lru"]).fails(2, &["--capacity"]);
