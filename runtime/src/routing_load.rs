@@ -76,7 +76,14 @@ impl RoutingLoad {
                     logits: false,
                 })
                 .collect();
-            let ticket = model.enqueue(&StepBatch { rows, taps: true, ..StepBatch::default() }, experts)?;
+            let ticket = model.enqueue(
+                &StepBatch {
+                    rows,
+                    taps: true,
+                    ..StepBatch::default()
+                },
+                experts,
+            )?;
             for tap in model.finish(ticket)?.taps {
                 if let (Stage::TopkIndex(layer), TapData::I32(data)) = (tap.stage, tap.data)
                     && let Ok(row) = chosen.binary_search_by_key(&layer, |(l, _)| *l)

@@ -175,7 +175,11 @@ impl Served {
             })
             .collect();
         let count = rows.len();
-        let batch = StepBatch { rows, taps: false, ..StepBatch::default() };
+        let batch = StepBatch {
+            rows,
+            taps: false,
+            ..StepBatch::default()
+        };
         let mut tries = self.tries;
         let ticket = loop {
             tries -= 1;
