@@ -145,11 +145,22 @@ template <int ENC, class From, u32 WARPS_, u32 TILES_, u32 BLOCKS_, u32 SPANS_, 
         }
     }
 
-    // One span: four products by every active column of sums.
+    // Activations of columns of sums [first, first + GROUP) for half `half` of a span.
+    HZ_DEVICE void stage_in(u32x4 (&v)[GROUP], const u8 *mine, u32 half, u32 first) const {
+        // Odd tokens have the halves of a span exchanged.
+        const u8 *x = mine + ((half ^ (lane / 4 & 1)) << 6);
+#pragma unroll
+        for (u32 i = 0; i < GROUP; i++) v[i] = *(const u32x4 *)(x + (first + i) * 8 * TOKEN_BYTES);
+    }
+
+    // One span: four products by every active column of sums. Activations are read one step ahead of their products; a
+    // step ahead may be one that is left out, and what it reads is not used.
     template <u32 PARTS> HZ_DEVICE void take(u32 s, u32 span, const u8 *staged, float (&part)[TILES][PARTS][4]) {
-        const u32 at = s % AHEAD, g = lane / 4, t = lane % 4;
-        // Token g of a column of sums; odd tokens have the halves of a span exchanged.
-        const u8 *mine = staged + g * TOKEN_BYTES + t * 16;
+        constexpr u32 STEPS = BLOCKS / GROUP;
+        const u32 at = s % AHEAD;
+        const u8 *mine = staged + lane / 4 * TOKEN_BYTES + lane % 4 * 16;
+        u32x4 v[2][GROUP];
+        stage_in(v[0], mine, 0, 0);
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             u32 a[TILES][2][4];
@@ -160,42 +171,14 @@ template <int ENC, class From, u32 WARPS_, u32 TILES_, u32 BLOCKS_, u32 SPANS_, 
             }
             if (ENC == Q8) refill(at, span, half);
             if (ENC == INT4 && half == 1) refill(at, span, 0);
-            const u8 *x = mine + ((half ^ (g & 1)) << 6);
 #pragma unroll
-            for (u32 first = 0; first < BLOCKS; first += GROUP) {
-                if (first < blocks) {
-                    u32x4 v[GROUP];
-                    float own[TILES][GROUP][4];
-#pragma unroll
-                    for (u32 i = 0; i < GROUP; i++) v[i] = *(const u32x4 *)(x + (first + i) * 8 * TOKEN_BYTES);
-                    if (ENC == Q8) {
-#pragma unroll
-                        for (u32 n = 0; n < TILES; n++) {
-#pragma unroll
-                            for (u32 i = 0; i < GROUP; i++) own[n][i][0] = own[n][i][1] = own[n][i][2] = own[n][i][3] = 0;
-                        }
-                    }
-#pragma unroll
-                    for (u32 j = 0; j < 2; j++) {
-#pragma unroll
-                        for (u32 i = 0; i < GROUP; i++) {
-#pragma unroll
-                            for (u32 n = 0; n < TILES; n++) {
-                                float(&d)[4] = ENC == F16 ? sum[n][first + i]
-                                               : ENC == Q8 ? own[n][i]
-                                                           : part[n][ENC == INT4 ? first + i : 0];
-                                mma_16x8x16(d, a[n][j], j ? v[i].z : v[i].x, j ? v[i].w : v[i].y);
-                            }
-                        }
-                    }
-                    if (ENC == Q8) {
-#pragma unroll
-                        for (u32 n = 0; n < TILES; n++) {
-#pragma unroll
-                            for (u32 i = 0; i < GROUP; i++) add_scaled(scale[at][n][half], own[n][i], sum[n][first + i]);
-                        }
-                    }
+            for (u32 step = 0; step < STEPS; step++) {
+                const u32 now = (half * STEPS + step) % 2;
+                if (step * GROUP < blocks) {
+                    if (step + 1 < STEPS) stage_in(v[1 - now], mine, half, (step + 1) * GROUP);
+                    multiply(at, half, step * GROUP, a, v[now], part);
                 }
+                if (half == 0 && step + 1 == STEPS) stage_in(v[1 - now], mine, 1, 0);
             }
             if (ENC == F16) refill(at, span, half * 2), refill(at, span, half * 2 + 1);
             if constexpr (ENC == INT4) {
@@ -213,6 +196,33 @@ template <int ENC, class From, u32 WARPS_, u32 TILES_, u32 BLOCKS_, u32 SPANS_, 
             }
         }
         if (span + AHEAD < spans) load_scales(at, span + AHEAD);
+    }
+
+    // Two products of every tile with columns of sums [first, first + GROUP). A Q8 scale block ends with them.
+    template <u32 PARTS>
+    HZ_DEVICE void multiply(u32 at, u32 half, u32 first, const u32 (&a)[TILES][2][4], const u32x4 (&v)[GROUP],
+                            float (&part)[TILES][PARTS][4]) {
+        float own[TILES][GROUP][4] = {};
+#pragma unroll
+        for (u32 j = 0; j < 2; j++) {
+#pragma unroll
+            for (u32 i = 0; i < GROUP; i++) {
+#pragma unroll
+                for (u32 n = 0; n < TILES; n++) {
+                    float(&d)[4] = ENC == F16 ? sum[n][first + i]
+                                   : ENC == Q8 ? own[n][i]
+                                               : part[n][ENC == INT4 ? first + i : 0];
+                    mma_16x8x16(d, a[n][j], j ? v[i].z : v[i].x, j ? v[i].w : v[i].y);
+                }
+            }
+        }
+        if constexpr (ENC == Q8) {
+#pragma unroll
+            for (u32 n = 0; n < TILES; n++) {
+#pragma unroll
+                for (u32 i = 0; i < GROUP; i++) add_scaled(scale[at][n][half], own[n][i], sum[n][first + i]);
+            }
+        }
     }
 
     HZ_DEVICE void refill(u32 at, u32 span, u32 i) {

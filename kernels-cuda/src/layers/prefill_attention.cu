@@ -92,7 +92,8 @@ template <u32 GROUPS> struct Flash {
         const u32 lane = thread_id() % 32, g = lane / 4, t = lane % 4, row = thread_id() / 32 * 16 + g;
 #pragma unroll
         for (u32 n = 0; n < KEYS / 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
-#pragma unroll
+        // The widest heads leave no registers for more than one group of queries and keys.
+#pragma unroll(GROUPS == 8 ? 1 : GROUPS)
         for (u32 group = 0; group < GROUPS; group++) {
             const u32x4 low = *(const u32x4 *)(shared + key_at(row, group * 4 + t));
             const u32x4 high = *(const u32x4 *)(shared + key_at(row + 8, group * 4 + t));

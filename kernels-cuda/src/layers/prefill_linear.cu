@@ -16,7 +16,7 @@ struct PrefillLinearArgs {
     u32 unused;
 };
 
-template <int ENC> using Wide = Product<ENC, Stream, 4, 2, 16, 2, 3, ENC == F16 ? 1 : 2>;
+template <int ENC> using Wide = Product<ENC, Stream, 4, 2, 16, 2, 3, 1>;
 template <int ENC> using Middle = Product<ENC, Stream, 4, 2, 8, 2, 4, ENC == F16 ? 1 : 2>;
 template <int ENC> using Narrow = Product<ENC, Stream, 2, 1, 4, 4, 3, ENC == F16 ? 2 : 4>;
 
@@ -53,7 +53,7 @@ HZ_KERNEL(Wide<F16>::THREADS, 2) prefill_linear_f16_wide(HZ_ARGS(PrefillLinearAr
 HZ_KERNEL(Middle<F16>::THREADS, 3) prefill_linear_f16_middle(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Middle, F16, false)
 }
-// registers: 168
+// registers: 192
 HZ_KERNEL(Narrow<F16>::THREADS, 4) prefill_linear_f16_narrow(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Narrow, F16, false)
 }
@@ -65,7 +65,7 @@ HZ_KERNEL(Wide<Q8>::THREADS, 2) prefill_linear_q8_wide(HZ_ARGS(PrefillLinearArgs
 HZ_KERNEL(Middle<Q8>::THREADS, 3) prefill_linear_q8_middle(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Middle, Q8, false)
 }
-// registers: 168
+// registers: 192
 HZ_KERNEL(Narrow<Q8>::THREADS, 4) prefill_linear_q8_narrow(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Narrow, Q8, false)
 }
@@ -77,7 +77,7 @@ HZ_KERNEL(Wide<F16>::THREADS, 2) prefill_pairs_f16_wide(HZ_ARGS(PrefillLinearArg
 HZ_KERNEL(Middle<F16>::THREADS, 3) prefill_pairs_f16_middle(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Middle, F16, true)
 }
-// registers: 168
+// registers: 192
 HZ_KERNEL(Narrow<F16>::THREADS, 4) prefill_pairs_f16_narrow(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Narrow, F16, true)
 }
@@ -89,7 +89,7 @@ HZ_KERNEL(Wide<Q8>::THREADS, 2) prefill_pairs_q8_wide(HZ_ARGS(PrefillLinearArgs,
 HZ_KERNEL(Middle<Q8>::THREADS, 3) prefill_pairs_q8_middle(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Middle, Q8, true)
 }
-// registers: 168
+// registers: 192
 HZ_KERNEL(Narrow<Q8>::THREADS, 4) prefill_pairs_q8_narrow(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Narrow, Q8, true)
 }

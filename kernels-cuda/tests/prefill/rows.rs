@@ -103,13 +103,7 @@ fn qkv(bench: &Bench) {
     let (context, sequences) = (6, 3);
     for (heads, kv_heads, dim) in [(3, 1, 10), (4, 2, 16), (10, 5, 72)] {
         for (norm, clip) in [(0, 0.0), (1, 0.0), (2, 0.8), (1, 0.5)] {
-            let s = Heads {
-                heads,
-                kv_heads,
-                dim,
-                norm,
-                clip,
-            };
+            let s = Heads { dim, norm, clip };
             let padded = dim.next_multiple_of(8);
             let rows: Vec<Row> = [(2, 5), (0, 0), (1, 3), (1, 4)]
                 .map(|(sequence, position)| Row {
@@ -120,9 +114,7 @@ fn qkv(bench: &Bench) {
                 .to_vec();
             let wide = (heads + 2 * kv_heads) * dim;
             let values = random.reals(rows.len() * wide, 2.0);
-            let shared = if norm == 1 { 1 } else { 0 };
-            let norms =
-                [heads, kv_heads].map(|n| random.halves(if shared == 1 { n * dim } else { dim }, 2.0));
+            let norms = [heads, kv_heads].map(|n| random.halves(if norm == 1 { n * dim } else { dim }, 2.0));
             let turns: Vec<[f32; 2]> = (0..context * dim / 2)
                 .map(|_| {
                     let (sin, cos) = random.real(3.0).sin_cos();
