@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use horizon_core::artifact::Digest;
 use horizon_core::ids::{ExpertId, LayerId};
 use horizon_core::image::ExpertImage;
 
@@ -18,13 +19,26 @@ pub trait HostRecords: Send + Sync {
 pub struct HostStore {
     image: Arc<ExpertImage>,
     layers: Vec<LayerId>,
+    identity: Digest,
 }
 
 impl HostStore {
-    /// The store of `image`, whose layers with routed experts are `layers`.
+    /// The store of `image`, whose layers with routed experts are `layers`. Takes the digest of all its bytes: from
+    /// admission on nothing is hashed.
     #[must_use]
     pub fn new(image: Arc<ExpertImage>, layers: Vec<LayerId>) -> Self {
-        Self { image, layers }
+        let identity = image.digest();
+        Self {
+            image,
+            layers,
+            identity,
+        }
+    }
+
+    /// The digest of all records as they were when the store was made ([`ExpertImage::digest`]).
+    #[must_use]
+    pub fn identity(&self) -> Digest {
+        self.identity
     }
 
     /// The image.

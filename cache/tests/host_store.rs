@@ -66,9 +66,27 @@ fn c01_the_store_holds_every_expert_before_and_after_serving() {
         let record = model.image.record_bytes();
         let slots = Arc::new(HostTransport::new(geometry.slots(), 1, record).expect("memory"));
         let cache = ResidentV1::new(geometry, Policy::Lru, Arc::new(store(&model)), slots.clone());
+        let before = store(&model).identity();
         model.serve(slots, Arc::new(cache.expect("sets up"))).text();
         assert_complete(&model, &store(&model));
+        assert_eq!(store(&model).identity(), before, "C2: identity");
     }
+}
+
+#[test]
+fn c02_the_identity_is_that_of_the_records_in_their_order() {
+    let model = Model::new(spec(64, 8, 2, 72), BlockSize::B32, SEED);
+    let store = store(&model);
+    let records = (0..2).flat_map(|row| (0..8).map(move |e| (row, ExpertId(e))));
+    let digests: Vec<[u8; 32]> = records
+        .map(|(row, e)| Digest::of(store.record(row, e)).0)
+        .collect();
+    assert_eq!(store.identity(), Digest::of(digests.as_flattened()));
+    let other = Model::new(spec(64, 8, 2, 72), BlockSize::B32, SEED + 1);
+    assert_ne!(
+        store.identity(),
+        HostStore::new(other.image, other.spec.moe_layers().collect()).identity()
+    );
 }
 
 /// Argument by which this program knows that it is the child.

@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use crate::artifact::Digest;
 use crate::dense::{LoadError, SourceError};
 use crate::dtype::NarrowingReport;
 use crate::ids::{ExpertId, LayerId};
@@ -126,6 +127,15 @@ impl ExpertImage {
     #[must_use]
     pub fn narrowing(&self) -> NarrowingReport {
         self.narrowing
+    }
+
+    /// What tells these records from all others: the SHA-256 of the SHA-256 of each tiled record, layer by layer,
+    /// expert by expert. It is computed anew, on all threads of the current pool.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        let records = self.memory.bytes().par_chunks(self.record_bytes.max(1));
+        let digests: Vec<[u8; 32]> = records.map(|record| Digest::of(record).0).collect();
+        Digest::of(digests.as_flattened())
     }
 
     /// The tiled record at an address of this image.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use horizon_cache::report::{LayerObservations, Observations, ObservedCounts};
 use horizon_cache::{Geometry, HostStore, INITIAL_PLACEMENT, PROFILE, Policy, ResidentV1, SetupError};
+use horizon_core::artifact::Digest;
 use horizon_core::backend::ExecutorId;
 use horizon_core::cpu::transport::HostTransport;
 use horizon_core::ids::{ExpertId, GenerationId, LayerId};
@@ -66,20 +67,23 @@ pub struct ResidencySettings {
     pub staging_buffers: Option<usize>,
     /// Which experts make room.
     pub policy: Option<Policy>,
+    /// Digest of the host store's records, taken before admission ([`HostStore::identity`]).
+    pub host_store_sha256: Option<Digest>,
     /// Which experts are resident before the first request.
     pub initial_placement: &'static str,
 }
 
 impl ResidencySettings {
-    /// Of a cache with `geometry` and its policy, or of none.
+    /// Of a cache with its sizes, its policy and the identity of its host store, or of none.
     #[must_use]
-    pub fn new(cache: Option<(&Geometry, Policy)>) -> Self {
+    pub fn new(cache: Option<(&Geometry, Policy, Digest)>) -> Self {
         Self {
             profile: cache.map_or(FULLY_RESIDENT, |_| PROFILE),
-            capacity: cache.map(|(g, _)| g.capacity),
-            spares: cache.map(|(g, _)| g.spares),
+            capacity: cache.map(|(g, _, _)| g.capacity),
+            spares: cache.map(|(g, _, _)| g.spares),
             staging_buffers: cache.map(|_| STAGING_BUFFERS),
-            policy: cache.map(|(_, p)| p),
+            policy: cache.map(|(_, p, _)| p),
+            host_store_sha256: cache.map(|(_, _, identity)| identity),
             initial_placement: cache.map_or("all experts", |_| INITIAL_PLACEMENT),
         }
     }
@@ -220,8 +224,8 @@ pub(crate) fn open(
             bytes: device_bytes(&geometry, record_bytes).iter().map(|(_, b)| b).sum(),
             source,
         })?);
-        let settings = ResidencySettings::new(Some((&geometry, policy)));
         let store = Arc::new(HostStore::new(image, geometry.layers.clone()));
+        let settings = ResidencySettings::new(Some((&geometry, policy, store.identity())));
         let cache = ResidentV1::new(geometry, policy, store, transport.clone())?;
         let cache = Arc::new(cache);
         return Ok(Opened {

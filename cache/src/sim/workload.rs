@@ -55,6 +55,8 @@ pub enum Op {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
     /// Acquisitions asked for.
+    pub acquisitions: u64,
+    /// Those of them that missed: miss transactions that were begun.
     pub transactions: u64,
     /// Acquisitions that failed and could be retried.
     pub failed: u64,
@@ -78,6 +80,7 @@ pub struct Summary {
 
 impl std::ops::AddAssign for Summary {
     fn add_assign(&mut self, o: Self) {
+        self.acquisitions += o.acquisitions;
         self.transactions += o.transactions;
         self.failed += o.failed;
         self.short += o.short;
@@ -347,14 +350,15 @@ impl Workload {
         }
         let missing = self.sim.missing(layer, experts);
         let before = (self.sim.injected(), self.sim.submissions());
-        self.summary.transactions += 1;
+        self.summary.acquisitions += 1;
+        let fits = experts.len() <= self.geometry.capacity && missing <= self.geometry.spares;
+        self.summary.transactions += u64::from(!hit && missing > 0 && fits);
         let held = &mut self.holders[holder].hold;
         let outcome = self.cache.acquire(held, &group, passed);
         let now = held.generation.0;
         if !hit && !matches!(outcome, Err(AcquireError::Fault(_))) {
             self.sim.hold(now);
         }
-        let fits = experts.len() <= self.geometry.capacity && missing <= self.geometry.spares;
         match outcome {
             Ok(lease) => {
                 let shown = self.sim.shows(now, layer, experts);

@@ -17,7 +17,7 @@ use serde_json::Value;
 use crate::arm::{Arm, Running, Which};
 use crate::files::{Tolerances, difference, ids, json};
 
-const MODELS: [&str; 2] = ["stories-olmoe", "stories-qwen2moe"];
+pub const MODELS: [&str; 2] = ["stories-olmoe", "stories-qwen2moe"];
 
 /// A greedy step whose two best logits are closer than this may go the other way in FP16 arithmetic.
 const NEAR_TIE: f64 = 0.02;
@@ -39,13 +39,13 @@ fn tokenizer() -> Tokenizer {
     Tokenizer::from_bytes(&unpacked("stories-olmoe/tokenizer.json.zst")).expect("a tokenizer")
 }
 
-fn source(model: &str) -> ModelSource {
+pub fn source(model: &str) -> ModelSource {
     let files = BTreeMap::from([("config.json".to_owned(), read(&format!("{model}/config.json")))]);
     let weights = restore_weights(&read(&format!("{model}/weights.planes.zst"))).expect("sound assets");
     ModelSource::in_memory(model, files, weights).unwrap_or_else(|e| panic!("{model}: {e}"))
 }
 
-fn golden(model: &str) -> Value {
+pub fn golden(model: &str) -> Value {
     json(&assets().join(model).join("golden.json"))
 }
 

@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::arm::{Arm, Outcome, Running, Which, packed};
 use crate::files::{Tensors, Tolerance, Tolerances, difference, fixtures, ids, json, write_checkpoint};
 
-const MODELS: [&str; 8] = [
+pub const MODELS: [&str; 8] = [
     "mixtral-tiny",
     "olmoe-micro",
     "olmoe-tiny-a",
@@ -36,7 +36,7 @@ fn forms() -> [(&'static str, ExpertsMode); 3] {
 }
 
 /// A golden model's checkpoint in a temporary directory, opened.
-fn source(model: &str, config: &str) -> (tempfile::TempDir, ModelSource) {
+pub fn source(model: &str, config: &str) -> (tempfile::TempDir, ModelSource) {
     let dir = tempfile::tempdir().expect("a temporary directory");
     write_checkpoint(model, config, dir.path());
     let source = ModelSource::open(dir.path()).unwrap_or_else(|e| panic!("{model}: {e}"));
