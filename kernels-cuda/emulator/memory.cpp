@@ -1,5 +1,6 @@
 // Memory that notices being left: stacks, shared memory and device memory, each before a page that nothing may touch;
 // and what happens when something does.
+#include <mutex>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -151,16 +152,29 @@ bool Slot::shared_intact() const {
     return marked(block.shared - MARKED, block.shared) && marked(block.shared + block.shared_bytes, shared + SHARED);
 }
 
-void Pool::take(std::vector<Slot *> &out, uint64_t count, uint32_t threads) {
-    for (uint64_t i = 0; i < count; ++i) {
-        if (i == slots.size()) slots.emplace_back(new Slot);
-        if (!slots[i]->reserve(threads)) {
-            out.clear();
+namespace {
+std::mutex store_lock;
+std::vector<std::unique_ptr<Slot>> store;
+}  // namespace
+
+Lease::Lease(uint64_t count, uint32_t threads) {
+    {
+        std::lock_guard<std::mutex> hold(store_lock);
+        for (; slots.size() < count && !store.empty(); store.pop_back()) slots.push_back(std::move(store.back()));
+    }
+    while (slots.size() < count) slots.emplace_back(new Slot);
+    for (auto &slot : slots) {
+        slot->block.live = 0;
+        if (!slot->reserve(threads)) {
+            slots.clear();
             return;
         }
-        slots[i]->block.live = 0;
-        out.push_back(slots[i].get());
     }
+}
+
+Lease::~Lease() {
+    std::lock_guard<std::mutex> hold(store_lock);
+    for (auto &slot : slots) store.push_back(std::move(slot));
 }
 
 }  // namespace hz

@@ -372,7 +372,6 @@ void multiply(Product &p) {
 }  // namespace hz
 
 int hz_run(hz_request *request, char *message, size_t capacity) {
-    static thread_local hz::Pool pool;
     hz::catch_faults();
     message[0] = 0;
     request->fault = 0;
@@ -381,7 +380,8 @@ int hz_run(hz_request *request, char *message, size_t capacity) {
     run.message = message;
     run.capacity = capacity;
     const uint64_t total = (uint64_t)request->grid[0] * request->grid[1] * request->grid[2];
-    pool.take(run.slots, std::min<uint64_t>(total, request->live_blocks), request->threads);
+    const hz::Lease lease(std::min<uint64_t>(total, request->live_blocks), request->threads);
+    for (const auto &slot : lease.slots) run.slots.push_back(slot.get());
     if (run.slots.empty()) {
         snprintf(message, capacity, "the emulator has no memory for the threads of %s", request->kernel->name);
         return 1;

@@ -52,11 +52,13 @@ struct Run {
     double idle_since, finished_at;
 };
 
-// Slots of earlier launches, used again.
-struct Pool {
+// The slots of a launch. All launches of the process draw on one store, since each stack takes two of the mappings that
+// the system allows a process.
+struct Lease {
     std::vector<std::unique_ptr<Slot>> slots;
     // `count` slots for `threads` threads, or none.
-    void take(std::vector<Slot *> &out, uint64_t count, uint32_t threads);
+    Lease(uint64_t count, uint32_t threads);
+    ~Lease();
 };
 
 // Turns faults of fibers into failed launches.

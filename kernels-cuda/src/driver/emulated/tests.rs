@@ -464,3 +464,16 @@ fn wrong_launches_are_refused() {
     unsafe { bench.driver.launch(bench.stream, &larger) }.unwrap();
     bench.driver.synchronize(bench.stream).unwrap();
 }
+
+#[test]
+fn many_devices_one_after_another() {
+    let mut streams = Vec::new();
+    for round in 0..60u32 {
+        let bench = Bench::new(EmulatedOptions::default());
+        let out = bench.upload(&[0; 4]);
+        let launch = bench.launch("test_block_sum", [4, 1, 1], 1024, 4096, args(out, out, 1, 0));
+        assert_eq!(bench.run(&launch, out, 4).unwrap(), [0; 4], "round {round}");
+        // Kept: their threads live on.
+        streams.push(bench);
+    }
+}
