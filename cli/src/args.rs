@@ -3,12 +3,14 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 use horizon_cache::Policy;
 use horizon_core::qpacked::{BlockSize, Quantizer};
 use horizon_core::synthetic::Shape;
 use horizon_models::pack::{DEFAULT_BLOCK, DEFAULT_QUANTIZER};
 use horizon_runtime::size::parse_bytes;
+
+pub use crate::names::*;
 
 /// Run mixture-of-experts language models with INT4 routed experts.
 ///
@@ -135,11 +137,17 @@ pub struct ExecutionArgs {
     #[command(flatten)]
     pub residency: ResidencyArgs,
     /// Positions of the context [default: the model's, at most 4096]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = positive)]
     pub ctx: Option<NonZeroUsize>,
     /// Threads, at most 1024 [default: all cores]
     #[arg(long, value_name = "N", value_parser = thread_count)]
     pub threads: Option<NonZeroUsize>,
+}
+
+/// A number of which there is at least one.
+fn positive(text: &str) -> Result<NonZeroUsize, String> {
+    text.parse()
+        .map_err(|_| "must be a whole number, at least 1".to_owned())
 }
 
 /// A number of threads that a machine can start.
@@ -153,7 +161,6 @@ fn thread_count(text: &str) -> Result<NonZeroUsize, String> {
 
 /// Which experts are resident.
 #[derive(Clone, Copy, Debug, Default, Args)]
-#[command(group(ArgGroup::new("cache").args(["capacity", "vram"]).multiple(true)))]
 pub struct ResidencyArgs {
     /// Experts of each layer that are resident; the others are brought when they are needed [default: all, without a
     /// cache]
@@ -163,10 +170,10 @@ pub struct ResidencyArgs {
     /// else. With -c: refuse to start if they do not fit
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub vram: Option<u64>,
-    #[arg(long, value_name = "NAME", requires = "cache", help = policy_help())]
+    #[arg(long, value_name = "NAME", help = policy_help())]
     pub policy: Option<Policy>,
     /// Spare slots that missing experts are brought to, shared by all layers [default: the experts of a token]
-    #[arg(long, value_name = "N", requires = "cache")]
+    #[arg(long, value_name = "N")]
     pub spares: Option<usize>,
 }
 
@@ -264,7 +271,7 @@ pub struct RunArgs {
     #[arg(long)]
     pub raw: bool,
     /// System message
-    #[arg(long, value_name = "TEXT", requires = "chat")]
+    #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
     /// Print the prompt before the answer [default: when stdout is a terminal, without --chat]
     #[arg(long)]
@@ -436,7 +443,7 @@ pub struct MakeCheckpointArgs {
     #[arg(short, long, value_name = "DIR")]
     pub output: PathBuf,
     /// Layers [default: all]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = positive)]
     pub layers: Option<NonZeroUsize>,
     /// Seed of the weights
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -445,108 +452,9 @@ pub struct MakeCheckpointArgs {
     pub out: OutputArgs,
 }
 
-/// Backends by name; those that this build lacks are known, to say so.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum BackendName {
-    /// All cores, SIMD chosen at run time
-    Cpu,
-    /// One thread, written like the formulas; slow
-    CpuReference,
-    /// NVIDIA GPUs
-    #[value(hide = true)]
-    Cuda,
-    /// GPUs through wgpu
-    #[value(hide = true)]
-    Wgpu,
-}
-
-/// `--executor`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ExecutorName {
-    /// Tiled experts, FP32 multiply-adds
-    #[value(name = "cpu-grouped")]
-    CpuGrouped,
-    /// Packed experts, rows rounded to 16-bit integers, exact sums of a word
-    #[value(name = "cpu-grouped-i16")]
-    CpuGroupedI16,
-    /// That of --backend cpu-reference
-    #[value(name = "cpu-reference")]
-    CpuReference,
-}
-
-/// `--experts`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ExpertsName {
-    Qpacked,
-    F16,
-}
-
-/// `--dense`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum DenseName {
-    /// FP16, as the artifact has them
-    F16,
-    /// 8-bit integers, an FP16 scale for 32
-    Q8,
-}
-
-/// `--activations`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ActivationsName {
-    F16,
-    F32,
-}
-
-/// `--quantizer`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum QuantizerName {
-    /// The signed extreme of a block becomes -8
-    Absmax,
-    /// Least squared error
-    Mse,
-}
-
-/// `--special-tokens`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum SpecialTokens {
-    Show,
-    Hide,
-}
-
 /// An environment variable of Hugging Face's programs (`HF_HOME`, `HF_TOKEN` …): where the hub and its cache are.
 /// Nothing else is read from the environment.
 #[must_use]
 pub fn hub_variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::CommandFactory;
-
-    use super::*;
-
-    #[test]
-    fn the_command_line_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn what_cannot_go_together_is_refused() {
-        for line in [
-            &["run", "a", "-f", "b"] as &[&str],
-            &["run", "a", "--chat", "--raw"],
-            &["run", "a", "--system", "s"],
-            &["run", "a", "--greedy", "--temp", "1"],
-            &["run", "a", "--block", "48"],
-            &["run", "a", "--backend", "tpu"],
-            &["run", "a", "--threads", "0"],
-            &["run", "a", "--threads", "20000"],
-            &["bench", "decode", "--tokens", "1"],
-            &["pack", "dir"],
-        ] {
-            let parsed = Cli::try_parse_from(std::iter::once(&"horizon").chain(line));
-            assert_eq!(parsed.err().map(|e| e.exit_code()), Some(2), "{line:?}");
-        }
-    }
 }

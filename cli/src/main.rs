@@ -3,19 +3,20 @@
 mod args;
 mod commands;
 mod interrupt;
+mod names;
 mod output;
+mod parse;
 mod resolve;
 
 use std::process::ExitCode;
 use std::time::Instant;
 
-use args::{BenchCommand, CacheCommand, Cli, Command, EvalCommand};
-use clap::Parser;
+use args::{BenchCommand, CacheCommand, Command, EvalCommand};
 use output::CliError;
 
 fn main() -> ExitCode {
     let started = Instant::now();
-    let cli = Cli::parse();
+    let cli = parse::parse(std::env::args_os()).unwrap_or_else(|e| e.exit());
     let json = wants_json(&cli.command);
     let done = interrupt::install().and_then(|()| dispatch(cli.command, started));
     match done {

@@ -72,6 +72,7 @@ pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
         ActivationsName::F16 => Activations::F16,
         ActivationsName::F32 => Activations::F32,
     };
+    check_cache(&args.residency)?;
     Ok(EngineOptions {
         backend,
         executor,
@@ -89,6 +90,21 @@ pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
         context: args.ctx.map(Into::into),
         threads: args.threads,
     })
+}
+
+/// Refuses settings of a cache that is not asked for.
+fn check_cache(args: &ResidencyArgs) -> Result<(), CliError> {
+    if args.capacity.is_some() || args.vram.is_some() {
+        return Ok(());
+    }
+    let flag = match (args.policy, args.spares) {
+        (Some(_), _) => "--policy",
+        (None, Some(_)) => "--spares",
+        (None, None) => return Ok(()),
+    };
+    Err(CliError::usage(format!(
+        "{flag}: without --capacity N or --vram SIZE all experts are resident, and there is no cache to set"
+    )))
 }
 
 /// How many experts are resident, if a cache is asked for.

@@ -509,6 +509,18 @@ pub fn context(spec: &ModelSpec, options: &EngineOptions) -> Result<usize, Engin
     }
 }
 
+/// What a session of `spec` under `options` holds its prompts to.
+///
+/// # Errors
+/// [`EngineError::ContextTooLong`].
+pub fn limits(spec: &ModelSpec, options: &EngineOptions) -> Result<Limits, EngineError> {
+    Ok(Limits {
+        context: context(spec, options)?,
+        model_context: spec.context,
+        prefill_chunk: PREFILL_CHUNK,
+    })
+}
+
 fn regime(spec: &ModelSpec, options: &EngineOptions) -> Result<Regime, EngineError> {
     let context = context(spec, options)?;
     Ok(Regime {

@@ -165,6 +165,24 @@ pub struct Limits {
     pub prefill_chunk: usize,
 }
 
+impl Limits {
+    /// Whether a prompt can be answered at all.
+    ///
+    /// # Errors
+    /// [`GenerateError::EmptyPrompt`], [`GenerateError::PromptTooLong`].
+    pub fn check_prompt(&self, prompt: &[u32]) -> Result<(), GenerateError> {
+        match prompt.len() {
+            0 => Err(GenerateError::EmptyPrompt),
+            tokens if tokens > self.context => Err(GenerateError::PromptTooLong {
+                tokens,
+                context: self.context,
+                model_context: self.model_context,
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
 /// A model, its KV cache, and what is in it.
 pub struct Session {
     model: Box<dyn CompiledModel>,
@@ -232,7 +250,7 @@ impl Session {
     ) -> Result<Answer, GenerateError> {
         let start = Instant::now();
         let prompt = request.prompt.as_slice();
-        self.check_prompt(prompt)?;
+        self.limits.check_prompt(prompt)?;
         let mut sampler = Sampler::new(request.sampling, prompt)?;
         let mut output = Output::new(StopStrings::new(&request.stop)?, decoder, sink);
         let reused = self.reusable(prompt);
@@ -283,23 +301,6 @@ impl Session {
             prefill,
             decode,
         })
-    }
-
-    fn check_prompt(&self, prompt: &[u32]) -> Result<(), GenerateError> {
-        let Limits {
-            context,
-            model_context,
-            ..
-        } = self.limits;
-        match prompt.len() {
-            0 => Err(GenerateError::EmptyPrompt),
-            tokens if tokens > context => Err(GenerateError::PromptTooLong {
-                tokens,
-                context,
-                model_context,
-            }),
-            _ => Ok(()),
-        }
     }
 
     /// Prompt tokens whose keys and values can be kept; always fewer than the prompt has, as its last token must

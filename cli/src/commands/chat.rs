@@ -1,23 +1,19 @@
 //! `horizon chat`: a conversation.
 
 use std::io::{self, BufRead, IsTerminal, Write};
-use std::sync::atomic::Ordering;
 
 use horizon_models::chat::{ChatTemplate, Message, RenderOptions};
-use horizon_runtime::engine::OpenTimings;
-use horizon_runtime::residency::{Residency, ResidencyReport};
-use horizon_runtime::session::{Answer, Request, Session, StopReason};
+use horizon_runtime::session::Answer;
 use horizon_runtime::text::TextFiles;
 use rustyline::DefaultEditor;
 use rustyline::error::ReadlineError;
 use serde::Serialize;
 
+use super::answer::{AnswerReport, Answerer};
 use super::model;
-use super::report::{ResolvedPlan, TimingReport, residency_line, summary};
 use crate::args::ChatArgs;
-use crate::interrupt::Work;
-use crate::output::{CliError, Output, write_stdout};
-use crate::resolve::{GenerationPlan, ModelPlace, engine_options, generation};
+use crate::output::{CliError, Output};
+use crate::resolve::{ModelPlace, engine_options, generation};
 
 /// The line that `--json` prints for each turn.
 #[derive(Serialize)]
@@ -26,16 +22,8 @@ struct TurnReport<'a> {
     /// Of this turn: the seed of the settings plus the turn.
     seed: u64,
     user: &'a str,
-    text: &'a str,
-    prompt_ids: &'a [u32],
-    token_ids: &'a [u32],
-    stop_reason: StopReason,
-    stop_string: Option<&'a str>,
-    timings: TimingReport,
-    /// Counted since the first turn.
     #[serde(flatten)]
-    residency: ResidencyReport,
-    settings: &'a ResolvedPlan,
+    answer: &'a AnswerReport<'a>,
 }
 
 /// Talks until the input ends.
@@ -48,23 +36,27 @@ pub fn chat(args: ChatArgs) -> Result<(), CliError> {
     )?;
     let bar = out.progress();
     let source = model::open(&ModelPlace::of(args.model.model.as_deref()), &bar)?;
-    let (engine, text) = model::load(source, &options, &bar)?;
+    let prepare = |text: &TextFiles| {
+        let plan = generation(&args.generate, &text.generation)?;
+        Ok((plan, text.chat_template()?))
+    };
+    let (engine, text, (plan, template)) = model::load(source, &options, &bar, prepare)?;
     drop(bar);
-    let plan = generation(&args.generate, &text.generation)?;
+    let first_seed = plan.sampling.seed;
     let mut conversation = Conversation {
         out,
-        template: text.chat_template()?,
-        resolved: ResolvedPlan::new(&engine, &plan, true, false),
-        open: engine.timings(),
-        residency: engine.residency(),
-        session: engine.into_session(),
+        template,
+        answerer: Answerer::new(engine, &text, plan, (true, false), out),
         text: &text,
-        plan,
+        first_seed,
         system: args.system,
         messages: Vec::new(),
         turn: 0,
     };
     conversation.reset();
+    if let Some(seed) = conversation.answerer.seed() {
+        out.note(&format!("seed {seed} (turn n draws with the seed plus n)"));
+    }
     let mut input = Input::new()?;
     while let Some(line) = input.next()? {
         match line.trim() {
@@ -87,12 +79,9 @@ pub fn chat(args: ChatArgs) -> Result<(), CliError> {
 struct Conversation<'a> {
     out: Output,
     template: ChatTemplate,
-    resolved: ResolvedPlan,
-    open: OpenTimings,
-    residency: Residency,
-    session: Session,
+    answerer: Answerer<'a>,
     text: &'a TextFiles,
-    plan: GenerationPlan,
+    first_seed: u64,
     system: Option<String>,
     messages: Vec<Message>,
     turn: u64,
@@ -101,7 +90,7 @@ struct Conversation<'a> {
 impl Conversation<'_> {
     fn reset(&mut self) {
         self.messages = self.system.iter().map(|s| Message::new("system", s)).collect();
-        self.session.reset();
+        self.answerer.session.reset();
     }
 
     /// One turn. A turn that fails leaves no trace in the conversation.
@@ -122,62 +111,22 @@ impl Conversation<'_> {
     }
 
     /// Each turn has draws of its own, or the same question would always have the same answer.
-    fn seed(&self) -> u64 {
-        self.plan.sampling.seed.wrapping_add(self.turn)
-    }
-
     fn generate(&mut self) -> Result<(Vec<u32>, Answer), CliError> {
         let rendered = self.template.render(&self.messages, &RenderOptions::answer())?;
-        let mut sampling = self.plan.sampling;
-        sampling.seed = self.seed();
-        let request = Request {
-            prompt: self.text.tokenizer.encode(&rendered, false)?,
-            sampling,
-            max_tokens: self.plan.max_tokens,
-            stop: self.plan.stop.clone(),
-            eos: self.plan.eos_token_ids.clone(),
-        };
-        let (out, work) = (self.out, Work::begin());
-        let mut decoder = self.text.tokenizer.continuation(true);
-        let mut printed = Ok(());
-        let answer = self
-            .session
-            .generate(&request, &mut decoder, work.cancel(), &mut |piece| {
-                if !out.is_json() && printed.is_ok() {
-                    printed = write_stdout(piece);
-                    work.cancel().fetch_or(printed.is_err(), Ordering::SeqCst);
-                }
-            });
-        printed?;
-        Ok((request.prompt, answer?))
+        let prompt = self.text.tokenizer.encode(&rendered, false)?;
+        let answer = self.answerer.generate(&prompt, self.turn)?;
+        Ok((prompt, answer))
     }
 
     fn report(&self, user: &str, prompt: &[u32], answer: &Answer) -> Result<(), CliError> {
-        let report = TurnReport {
+        let report = self.answerer.report(prompt, answer);
+        let object = TurnReport {
             turn: self.turn,
-            seed: self.seed(),
+            seed: self.first_seed.wrapping_add(self.turn),
             user,
-            text: &answer.text,
-            prompt_ids: prompt,
-            token_ids: &answer.token_ids,
-            stop_reason: answer.stop,
-            stop_string: answer.stop_string.as_deref(),
-            timings: TimingReport::new(self.open, answer, prompt.len()),
-            residency: ResidencyReport::new(self.resolved.engine(), &self.residency),
-            settings: &self.resolved,
+            answer: &report,
         };
-        self.out.result(&report, || {
-            if answer.text.ends_with('\n') {
-                String::new()
-            } else {
-                "\n".into()
-            }
-        })?;
-        self.out.note(&summary(answer, prompt.len(), None));
-        if let Some(line) = residency_line(&report.residency) {
-            self.out.note(&line);
-        }
-        Ok(())
+        report.print(&object, answer, None, self.out)
     }
 }
 

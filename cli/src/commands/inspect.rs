@@ -52,6 +52,8 @@ pub struct Inspection {
     pub gpu_memory: GpuTable,
     /// What `--verify` found, all of it sound.
     pub verified: Option<VerifySummary>,
+    /// What the user should know.
+    pub notes: Vec<String>,
 }
 
 /// Numbers of values.
@@ -232,6 +234,7 @@ fn collect(
         },
         spec: spec.as_ref().clone(),
         verified,
+        notes: source.notes().to_vec(),
     })
 }
 

@@ -72,6 +72,9 @@ pub fn text(i: &Inspection) -> String {
     );
     errors(i, &mut out);
     memory(i, &mut out);
+    for note in &i.notes {
+        let _ = writeln!(out, "note: {note}");
+    }
     if let Some(v) = &i.verified {
         let _ = writeln!(
             out,

@@ -1,6 +1,7 @@
 //! The commands, one file each.
 
 pub mod about;
+pub mod answer;
 pub mod bench;
 pub mod cache;
 pub mod chat;

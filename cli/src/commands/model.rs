@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use horizon_core::artifact::Progress;
 use horizon_models::demo;
@@ -88,27 +89,63 @@ impl Error for NotFetched {
     }
 }
 
-/// Opens a model for text: weights and tokenizer are loaded at the same time. The source is closed afterwards.
+/// Opens a model for text: while the weights are loaded, so are tokenizer and templates, and `prepare` looks at what is
+/// to be asked. If anything is wrong there, the weights are not waited for. The source is closed afterwards.
 ///
 /// # Errors
-/// Of the weights, else of the tokenizer.
-pub fn load(
+/// Of the text files or of `prepare`, else of the weights.
+pub fn load<T: Send>(
     source: ModelSource,
     options: &EngineOptions,
     bar: &Bar,
-) -> Result<(Engine, TextFiles), CliError> {
+    prepare: impl FnOnce(&TextFiles) -> Result<T, CliError> + Send,
+) -> Result<(Engine, TextFiles, T), CliError> {
+    let wanted = Wanted {
+        bar,
+        stopped: AtomicBool::new(false),
+    };
     let (engine, text) = std::thread::scope(|scope| {
-        let text = scope.spawn(|| TextFiles::load(&source));
-        (LoadedEngine::load(&source, options, bar), text.join())
+        let text = scope.spawn(|| {
+            let text = TextFiles::load(&source).map_err(CliError::from);
+            let done = text.and_then(|text| prepare(&text).map(|prepared| (text, prepared)));
+            wanted.stopped.fetch_or(done.is_err(), Ordering::SeqCst);
+            done
+        });
+        (LoadedEngine::load(&source, options, &wanted), text.join())
     });
     bar.finish();
+    let (text, prepared) =
+        text.map_err(|_| CliError::failed("the tokenizer could not be loaded (it panicked)"))??;
     let loaded = engine.map_err(refused)?;
-    let text = text.map_err(|_| CliError::failed("the tokenizer could not be loaded (it panicked)"))??;
     drop(source);
     let engine = loaded.admit().map_err(refused)?;
     engine.notes().iter().for_each(|n| bar.note(n));
     note_fit(&engine, bar);
-    Ok((engine, text))
+    Ok((engine, text, prepared))
+}
+
+/// Work that is shown on a bar and can lose its purpose.
+struct Wanted<'a> {
+    bar: &'a Bar,
+    stopped: AtomicBool,
+}
+
+impl Progress for Wanted<'_> {
+    fn begin(&self, what: &str, bytes: u64) {
+        self.bar.begin(what, bytes);
+    }
+
+    fn advance(&self, bytes: u64) {
+        self.bar.advance(bytes);
+    }
+
+    fn note(&self, text: &str) {
+        self.bar.note(text);
+    }
+
+    fn stopped(&self) -> bool {
+        self.stopped.load(Ordering::SeqCst)
+    }
 }
 
 /// Says which capacity a budget chose and why, if there is a budget.

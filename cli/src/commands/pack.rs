@@ -10,7 +10,7 @@ use horizon_models::pack::{
 use super::model;
 use crate::args::PackArgs;
 use crate::interrupt::Work;
-use crate::output::{CliError, Output, bytes};
+use crate::output::{CliError, Output, bytes, thousands};
 use crate::resolve::ModelPlace;
 
 /// Packs a checkpoint.
@@ -48,9 +48,17 @@ fn text(args: &PackArgs, report: &PackReport) -> String {
     let lossy = |l: &horizon_core::artifact::manifest::LayerError| l.relative_rmse();
     let errors: Vec<f64> = report.quantization_error.iter().map(lossy).collect();
     let mean = errors.iter().sum::<f64>() / errors.len().max(1) as f64;
+    let rounded = match report.narrowing.inexact {
+        0 => String::new(),
+        n => format!(
+            "non-routed weights F16, {} of {} rounded to fit\n",
+            thousands(n),
+            thousands(report.narrowing.values)
+        ),
+    };
     format!(
         "{}: {} read, {} written in {shards} shards, {seconds:.1} s ({rate}/s)\n\
-         experts INT4 ({}, block {block}), mean relative error {:.2} %\nsha256 {}\n",
+         experts INT4 ({}, block {block}), mean relative error {:.2} %\n{rounded}sha256 {}\n",
         args.output.display(),
         bytes(*bytes_read),
         bytes(*bytes_written),

@@ -2,44 +2,40 @@
 
 use std::io::{self, IsTerminal, Read};
 use std::path::Path;
-use std::sync::atomic::Ordering;
 
 use horizon_core::artifact::Progress;
 use horizon_models::chat::{Message, RenderOptions};
+use horizon_runtime::engine::limits;
 use horizon_runtime::process::ResidentMemory;
-use horizon_runtime::residency::ResidencyReport;
-use horizon_runtime::session::{Answer, Request, StopReason};
+use horizon_runtime::session::StopReason;
 use horizon_runtime::text::TextFiles;
 use serde::Serialize;
 
+use super::answer::{AnswerReport, Answerer};
 use super::model;
-use super::report::{ResolvedPlan, TimingReport, residency_line, summary};
 use super::trace::{self, TraceReport, Tracing};
 use crate::args::{RunArgs, SpecialTokens};
-use crate::interrupt::Work;
 use crate::output::{CliError, Output, write_stdout};
 use crate::resolve::{ModelPlace, engine_options, generation};
 
 /// The object that `--json` prints.
 #[derive(Serialize)]
 struct RunReport<'a> {
-    text: &'a str,
-    prompt_ids: &'a [u32],
-    token_ids: &'a [u32],
-    stop_reason: StopReason,
-    stop_string: Option<&'a str>,
-    timings: TimingReport,
-    memory: ResidentMemory,
     #[serde(flatten)]
-    residency: ResidencyReport,
+    answer: &'a AnswerReport<'a>,
+    memory: ResidentMemory,
     trace: Option<&'a TraceReport>,
-    settings: &'a ResolvedPlan,
     notes: &'a [String],
 }
 
 /// Generates an answer.
 pub fn run(args: RunArgs) -> Result<(), CliError> {
     let out = Output::new(args.output);
+    if args.system.is_some() && !args.chat {
+        return Err(CliError::usage(
+            "--system: only with --chat, which puts the text through the model's chat template",
+        ));
+    }
     let prompt = prompt(&args)?;
     let options = engine_options(&args.model.execution)?;
     // Before anything is loaded: what was typed must make sense by itself.
@@ -50,9 +46,14 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
     let bar = out.progress();
     let source = model::open(&ModelPlace::of(args.model.model.as_deref()), &bar)?;
     trace::check(args.trace.as_deref(), source.spec())?;
-    let (engine, text) = model::load(source, &options, &bar)?;
-    let plan = generation(&args.generate, &text.generation)?;
-    let prompt_ids = encode(&args, &text, &prompt)?;
+    let limits = limits(source.spec(), &options).map_err(model::refused)?;
+    let prepare = |text: &TextFiles| {
+        let plan = generation(&args.generate, &text.generation)?;
+        let ids = encode(&args, text, &prompt)?;
+        limits.check_prompt(&ids)?;
+        Ok((plan, ids))
+    };
+    let (engine, text, (plan, prompt_ids)) = model::load(source, &options, &bar, prepare)?;
     if !args.chat && args.prompt.is_none() && prompt.ends_with('\n') {
         bar.note("the prompt ends with a line break, which the model sees");
     }
@@ -60,50 +61,24 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
         true => SpecialTokens::Hide,
         false => SpecialTokens::Show,
     }) == SpecialTokens::Show;
-    let resolved = ResolvedPlan::new(&engine, &plan, args.chat, special_shown);
-    let (open_timings, notes) = (engine.timings(), engine.notes().to_vec());
-    let request = Request {
-        prompt: prompt_ids,
-        sampling: plan.sampling,
-        max_tokens: plan.max_tokens,
-        stop: plan.stop.clone(),
-        eos: plan.eos_token_ids.clone(),
-    };
     let echo = args.echo || (!args.chat && !out.is_json() && io::stdout().is_terminal());
     if echo && !out.is_json() {
         write_stdout(&prompt)?;
     }
-    let residency = engine.residency();
+    let notes = engine.record();
     let tracing = Tracing::of(args.trace.as_deref(), &engine)?;
-    let mut session = engine.into_session();
-    let traced = tracing.begin(&mut session);
-    let answer = generate(&mut session, &request, &text, special_shown, out)?;
-    let trace = trace::save(traced, &mut session)?;
-    let report = RunReport {
-        text: &answer.text,
-        prompt_ids: &request.prompt,
-        token_ids: &answer.token_ids,
-        stop_reason: answer.stop,
-        stop_string: answer.stop_string.as_deref(),
-        timings: TimingReport::new(open_timings, &answer, request.prompt.len()),
+    let mut answerer = Answerer::new(engine, &text, plan, (args.chat, special_shown), out);
+    let traced = tracing.begin(&mut answerer.session);
+    let answer = answerer.generate(&prompt_ids, 0)?;
+    let trace = trace::save(traced, &mut answerer.session)?;
+    let report = answerer.report(&prompt_ids, &answer);
+    let object = RunReport {
+        answer: &report,
         memory: ResidentMemory::now(),
-        residency: ResidencyReport::new(resolved.engine(), &residency),
         trace: trace.as_ref(),
-        settings: &resolved,
         notes: &notes,
     };
-    out.result(&report, || {
-        if answer.text.ends_with('\n') {
-            String::new()
-        } else {
-            "\n".into()
-        }
-    })?;
-    let seed = (!plan.sampling.is_greedy()).then_some(plan.sampling.seed);
-    out.note(&summary(&answer, request.prompt.len(), seed));
-    if let Some(line) = residency_line(&report.residency) {
-        out.note(&line);
-    }
+    report.print(&object, &answer, answerer.seed(), out)?;
     if let Some(trace) = &trace {
         out.note(&trace.line());
     }
@@ -112,30 +87,6 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
     } else {
         Ok(())
     }
-}
-
-/// Generates, printing the text as it comes unless stdout is for JSON.
-fn generate(
-    session: &mut horizon_runtime::session::Session,
-    request: &Request,
-    text: &TextFiles,
-    special_shown: bool,
-    out: Output,
-) -> Result<Answer, CliError> {
-    let work = Work::begin();
-    let mut decoder = text.tokenizer.continuation(!special_shown);
-    let mut printed = Ok(());
-    let answer = session.generate(request, &mut decoder, work.cancel(), &mut |piece| {
-        if !out.is_json() && printed.is_ok() {
-            printed = write_stdout(piece);
-            if printed.is_err() {
-                // Nobody reads: there is nothing to go on for.
-                work.cancel().store(true, Ordering::SeqCst);
-            }
-        }
-    });
-    printed?;
-    Ok(answer?)
 }
 
 /// The prompt's tokens.

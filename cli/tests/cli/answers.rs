@@ -85,6 +85,8 @@ fn json_says_what_was_decided_and_what_came_out() {
         (&v["timings"]["prompt_tokens"], &v["timings"]["generated_tokens"]),
         (&4.into(), &12.into())
     );
+    let q8 = run_json(&["Once upon a time", "-n", "2", "--dense", "q8"]);
+    assert_eq!(q8["settings"]["dense"], "q8");
     let s = &v["settings"];
     assert_eq!(
         (&s["backend"], &s["activations"], &s["dense"]),

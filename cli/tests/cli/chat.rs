@@ -62,6 +62,24 @@ fn a_turn_that_reuses_equals_a_fresh_one() {
 }
 
 #[test]
+fn the_seed_of_a_conversation_is_told_and_brings_it_back() {
+    let talk = |args: &[&str]| {
+        let done = horizon_with_input(&[&["chat", "-n", "8"], args].concat(), "Hello.\nHello.\n").ok();
+        let seed = done
+            .stderr
+            .split("seed ")
+            .nth(1)
+            .and_then(|s| s.split(' ').next())
+            .map(str::to_owned);
+        (done.stdout, seed)
+    };
+    let (text, seed) = talk(&[]);
+    let seed = seed.expect("is told");
+    assert_eq!(talk(&["--seed", &seed]), (text, Some(seed)));
+    assert_eq!(talk(&["--greedy"]).1, None);
+}
+
+#[test]
 fn a_system_message_stays_and_seeds_follow_the_turn() {
     let plain = turns(&["--seed", "7", "-n", "8"], "Hello.\nHello.\n");
     let system = turns(

@@ -1,6 +1,7 @@
 //! What is wrong is said, with what to do about it, and the exit code tells whose mistake it was.
 
 use std::fs;
+use std::path::Path;
 
 use super::{as_str, command, demo_checkpoint, horizon, horizon_with_input};
 
@@ -72,10 +73,103 @@ fn checkpoints_with_a_damaged_file() {
         &with("\"hidden_size\": 256", "\"hidden_size\": 512"),
         &["model.safetensors", "shape"],
     );
+    let tokenizer = fs::read_to_string(dir.join("tokenizer.json")).expect("is text");
+    let added = tokenizer
+        .replacen("\"added_tokens\": [", ADDED, 1)
+        .replacen("\"added_tokens\":[", ADDED, 1);
+    damaged(
+        "tokenizer.json",
+        added.as_bytes(),
+        &["tokenizer.json", "ids up to 4096", "only 4096", "vocab_size"],
+    );
     fs::remove_file(dir.join("tokenizer.json")).expect("is there");
     run().fails(1, &["there is no tokenizer.json"]);
     fs::remove_file(dir.join("model.safetensors")).expect("is there");
     run().fails(1, &["safetensors"]);
+}
+
+/// The name of the first weight file of an artifact.
+fn shard(artifact: &Path) -> String {
+    let names = fs::read_dir(artifact)
+        .expect("a folder")
+        .map(|e| e.expect("an entry").file_name());
+    let names = names.map(|n| n.into_string().expect("UTF-8"));
+    names
+        .filter(|n| n.ends_with(".safetensors"))
+        .min()
+        .expect("weights")
+}
+
+/// One token more than the demo model knows.
+const ADDED: &str =
+    "\"added_tokens\": [{\"id\": 4096, \"content\": \"<more>\", \"single_word\": false, \"lstrip\": false,
+    \"rstrip\": false, \"normalized\": false, \"special\": true}, ";
+
+/// What is wrong with the prompt or its template is found without the weights: here their bytes are damaged, which only
+/// a load would find.
+#[test]
+fn prompts_are_checked_before_the_weights() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let dir = demo_checkpoint(folder.path());
+    let artifact = folder.path().join("a.hz");
+    horizon(&["pack", as_str(&dir), "-o", as_str(&artifact)]).ok();
+    let name = shard(&artifact);
+    let shard = artifact.join(&name);
+    let mut bytes = fs::read(&shard).expect("one shard");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&shard, bytes).expect("writes");
+    let model = ["-m", as_str(&artifact)];
+    let run = |args: &[&str]| horizon(&[&["run"], args, &model as &[&str]].concat());
+    run(&["hello"]).fails(1, &[&name, "damaged"]);
+    let long = "a story ".repeat(20);
+    run(&[&long, "--ctx", "16"]).fails(1, &["tokens and the context holds 16"]);
+    let template = "{{ raise_exception('no system message') }}";
+    fs::write(dir.join("chat_template.jinja"), template).expect("writes");
+    let other = folder.path().join("b.hz");
+    horizon(&["pack", as_str(&dir), "-o", as_str(&other)]).ok();
+    fs::copy(&shard, other.join(&name)).expect("copies");
+    let done = horizon(&["run", "hello", "--chat", "-m", as_str(&other)]);
+    done.fails(1, &["no system message"]);
+}
+
+#[test]
+fn a_file_that_is_missing_from_an_artifact_is_named_with_what_to_do() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let dir = demo_checkpoint(folder.path());
+    let artifact = folder.path().join("a.hz");
+    horizon(&["pack", as_str(&dir), "-o", as_str(&artifact)]).ok();
+    for name in [&shard(&artifact), "tokenizer.json", "config.json"] {
+        let (here, away) = (artifact.join(name), folder.path().join("away"));
+        fs::rename(&here, &away).expect("is there");
+        for line in [
+            &["run", "hello", "-m"] as &[&str],
+            &["inspect"],
+            &["inspect", "--verify"],
+        ] {
+            let done = horizon(&[line, &[as_str(&artifact)]].concat());
+            done.fails(
+                1,
+                &[name, "missing", "copy the artifact again", "horizon pack --force"],
+            );
+        }
+        fs::rename(&away, &here).expect("can be put back");
+    }
+    horizon(&["run", "hello", "-n", "1", "-m", as_str(&artifact)]).ok();
+}
+
+/// Neither what rounding to FP16 lost nor anything else is news to somebody who tries the program; the record has it.
+#[test]
+fn the_first_command_says_nothing_but_speed_and_memory() {
+    let done = horizon(&["run", "Once upon a time", "-n", "4"]).ok();
+    assert_eq!(done.stderr.lines().count(), 1, "{}", done.stderr);
+    let record = super::run_json(&["Once upon a time", "-n", "4"]);
+    assert!(
+        record["notes"][0]
+            .as_str()
+            .is_some_and(|n| n.contains("lost bits")),
+        "{record}"
+    );
 }
 
 #[test]
@@ -107,6 +201,12 @@ fn mistakes_in_the_command_line_end_with_2_before_any_model_is_opened() {
         (at(&["--stop", ""]), "--stop"),
         (at(&["--threads", "0"]), "--threads"),
         (at(&["--frobnicate"]), "--frobnicate"),
+        (at(&["--system", "s"]), "--system"),
+        (at(&["--policy", "lru"]), "--policy"),
+        (at(&["--spares", "4"]), "--spares"),
+        (at(&["--dense", "q4"]), "--dense"),
+        (at(&["-n", "-5"]), "--max-tokens"),
+        (at(&["-c", "-1"]), "--capacity"),
         (
             vec!["eval", "logits", "-m", "/no/such", "--tokens", "1,x", "-o", "out"],
             "\"x\"",

@@ -190,6 +190,44 @@ fn a_benchmark_holds_its_figures_against_measured_bandwidth() {
     );
 }
 
+/// With q8 weights the memory falls, is foretold, and the bytes a token are fewer.
+#[test]
+fn q8_weights_are_counted_as_they_are_held() {
+    let inspect = |dense| horizon(&["inspect", "--json", "--dense", dense]).ok().json();
+    let (f16, q8) = (inspect("f16"), inspect("q8"));
+    let of = |v: &serde_json::Value, path: &str| {
+        v.pointer(path)
+            .and_then(serde_json::Value::as_u64)
+            .expect("a number")
+    };
+    for path in [
+        "/host_memory/weights/dense",
+        "/bytes_per_token/head",
+        "/gpu_memory/capacities/0/dense",
+    ] {
+        let ratio = of(&q8, path) as f64 / of(&f16, path) as f64;
+        assert!((0.5..0.95).contains(&ratio), "{path}: {ratio}");
+    }
+    // The head: 8 bits a weight and a scale of 16 for 32 of them, in place of 16.
+    assert_eq!(
+        of(&q8, "/bytes_per_token/head") * 32,
+        of(&f16, "/bytes_per_token/head") * 17
+    );
+    assert_eq!(
+        (&q8["dense"], &q8["dtypes"]["non_routed_execution"]),
+        (&"q8".into(), &"F16".into())
+    );
+    let v = horizon(&["bench", "decode", "--tokens", "4", "--dense", "q8", "--json"])
+        .ok()
+        .json();
+    assert_eq!(v["settings"]["dense"], "q8");
+    assert_eq!(
+        v["predicted"]["weights"]["dense"],
+        q8["host_memory"]["weights"]["dense"]
+    );
+    assert_eq!(v["bytes_per_token"]["head"], q8["bytes_per_token"]["head"]);
+}
+
 #[test]
 fn manual_and_completions_know_every_command() {
     let page = horizon(&["man"]).ok().stdout;

@@ -78,7 +78,11 @@ fn a_replayed_run_hits_and_misses_what_the_cache_did() {
     // Everything is compared unless something is asked for, in a table too.
     let v = simulate(&[as_str(&path), as_str(&path)]);
     let results = v["results"].as_array().expect("a list");
-    assert!(results.len() > 20 && results.len().is_multiple_of(5), "{}", results.len());
+    assert!(
+        results.len() > 20 && results.len().is_multiple_of(5),
+        "{}",
+        results.len()
+    );
     assert_eq!(v["steps"], 80, "two traces are replayed as one");
     let text = horizon(&[
         "cache",
