@@ -169,14 +169,7 @@ fn measure(
         engine.timings(),
     );
     let (spec, layout) = (engine.spec().clone(), engine.layout().cloned());
-    let request = Request {
-        prompt: random_tokens(spec.vocab, args.seed)
-            .take(args.prompt_tokens as usize)
-            .collect(),
-        sampling: Sampling::default(),
-        max_tokens: Some(args.tokens as usize),
-        ..Request::default()
-    };
+    let request = request(args, &spec);
     let residency = engine.residency();
     let tracing = Tracing::of(args.trace.as_deref(), &engine)?;
     let mut session = engine.into_session();
@@ -216,6 +209,18 @@ fn measure(
         residency,
         trace,
     })
+}
+
+/// A prompt drawn at random, and as many tokens after it as were asked for.
+fn request(args: &BenchDecodeArgs, spec: &ModelSpec) -> Request {
+    Request {
+        prompt: random_tokens(spec.vocab, args.seed)
+            .take(args.prompt_tokens as usize)
+            .collect(),
+        sampling: Sampling::default(),
+        max_tokens: Some(args.tokens as usize),
+        ..Request::default()
+    }
 }
 
 impl ColdStart {
