@@ -106,6 +106,14 @@ impl CudaBackend {
             next_ticket: 0,
             host_logits,
         };
+        let table = model.builder().layer_table();
+        // SAFETY: the buffer is made for this table, which lives until the stream has been synchronized.
+        #[expect(unsafe_code, reason = "a copy between raw addresses")]
+        unsafe {
+            let (from, bytes) = (table.as_ptr().cast(), size_of_val(table.as_slice()));
+            driver.copy_to_device(stream, model.workspace.buffers.layer_table, from, bytes)?;
+        }
+        driver.synchronize(stream)?;
         model.capture()?;
         Ok(model)
     }

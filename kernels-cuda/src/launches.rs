@@ -1,10 +1,13 @@
 //! The launches of a step, in order, as data: what is run, captured into a graph, and shown to tests.
 
+use std::ops::Range;
+
+use horizon_core::backend::Phase;
 use horizon_core::spec::{FeedForward, LayerSpec, ModelSpec};
 
 use crate::args::{
     AttendArgs, CombineArgs, EmbedArgs, ExpertsArgs, FusedArgs, HeadArgs, LinearArgs, MOST_SPLITS,
-    NormLinearArgs, ProjectArgs, ScalarArgs,
+    NormLinearArgs, PersistentArgs, PersistentLayer, ProjectArgs, ScalarArgs,
 };
 use crate::driver::{DevicePtr, DriverError, Kernel, Launch, SharedDriver};
 use crate::shape::{Shape, TOKENS, activation_stride, norm_code, u32_of};
@@ -19,11 +22,13 @@ pub enum Executor {
     Scalar,
     /// All experts of a token in one launch.
     Top4FusedV1,
+    /// A whole token in one launch.
+    PersistentV1,
 }
 
 impl Executor {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::Scalar, Self::Top4FusedV1];
+    pub const ALL: [Self; 3] = [Self::Scalar, Self::Top4FusedV1, Self::PersistentV1];
 
     /// Its name.
     #[must_use]
@@ -31,6 +36,7 @@ impl Executor {
         match self {
             Self::Scalar => "scalar",
             Self::Top4FusedV1 => "top4-fused-v1",
+            Self::PersistentV1 => "persistent-v1",
         }
     }
 }
@@ -56,8 +62,10 @@ pub struct Functions {
     gate_up: Function,
     down: Function,
     fused: Function,
+    persistent: Function,
     /// Blocks of the head's grid.
     head_blocks: u32,
+    multiprocessors: u32,
 }
 
 /// Threads of a block of most kernels.
@@ -91,6 +99,12 @@ impl Functions {
             (false, false) => "top4_fused_v1_f16_f16",
             (false, true) => "top4_fused_v1_f16_q8",
         };
+        let persistent = match (packed, q8) {
+            (true, false) => "persistent_v1_int4_f16",
+            (true, true) => "persistent_v1_int4_q8",
+            (false, false) => "persistent_v1_f16_f16",
+            (false, true) => "persistent_v1_f16_q8",
+        };
         let mut functions = Self {
             embed: get("embed")?,
             norm_linear: of("norm_linear_f16", "norm_linear_q8")?,
@@ -112,7 +126,9 @@ impl Functions {
                 "scalar_down_f16"
             })?,
             fused: get(fused)?,
+            persistent: get(persistent)?,
             head_blocks: 0,
+            multiprocessors: 1,
         };
         for (function, shared) in [
             (functions.norm_linear, linear_shared(shape.hidden, TOKENS)),
@@ -125,11 +141,16 @@ impl Functions {
             (functions.gate_up, activation_stride(shape.hidden) + 256),
             (functions.down, activation_stride(shape.width()) + 256),
             (functions.fused, fused_shared(shape)),
+            (
+                functions.persistent,
+                persistent_shared(shape, driver.info().multiprocessors as usize),
+            ),
         ] {
             driver.allow_shared(function.kernel, u32_of(shared))?;
         }
         let shared = u32_of(linear_shared(shape.hidden, 1));
         let resident = driver.resident_blocks(functions.head.kernel, THREADS, shared)?;
+        functions.multiprocessors = driver.info().multiprocessors;
         functions.head_blocks = (resident * driver.info().multiprocessors).max(1);
         Ok(functions)
     }
@@ -163,6 +184,32 @@ fn fused_shared(shape: &Shape) -> usize {
     activation_stride(shape.hidden).max(routed.max(shared)) + (8 * 16) * 4 + 64
 }
 
+/// Warps of the persistent kernel, and slots of each warp's ring.
+const PERSISTENT_WARPS: usize = 16;
+const PERSISTENT_SLOTS: usize = 5;
+
+/// Shared memory of the persistent kernel: rings, layers, what is fixed, sums, and room for the part that needs most.
+fn persistent_shared(shape: &Shape, blocks: usize) -> usize {
+    let rings = PERSISTENT_WARPS * PERSISTENT_SLOTS * (2048 + 256);
+    let fixed =
+        shape.layers * size_of::<PersistentLayer>() + 3 * 256 + 16 + 8 * PERSISTENT_WARPS * 64;
+    let lanes = match shape.padded {
+        0..=32 => 4,
+        33..=64 => 8,
+        65..=128 => 16,
+        _ => 32,
+    };
+    let attend =
+        (3 * shape.padded + PERSISTENT_WARPS + 4 + PERSISTENT_WARPS * 32 / lanes * (shape.padded + 2)) * 4;
+    let project = activation_stride(shape.attended()) + 8 * 16 * 2 * 4;
+    let wide = shape.router_columns() + 1;
+    let route = activation_stride(shape.hidden) + ((PERSISTENT_WARPS + 1) * wide + shape.experts()) * 4;
+    let down = shape.top_k() * activation_stride(shape.width())
+        + activation_stride(shape.dense_width)
+        + shape.hidden_tiles().div_ceil(blocks) * 64;
+    rings + fixed + attend.max(project).max(route).max(down)
+}
+
 /// What a step is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
@@ -174,6 +221,8 @@ pub struct StepShape {
     pub appended: bool,
     /// Whether attention and feed-forward outputs are kept.
     pub taps: bool,
+    /// Which executor computes it.
+    pub phase: Phase,
 }
 
 /// A launch with the name of its kernel.
@@ -226,6 +275,8 @@ impl Builder<'_> {
             chosen: b.chosen,
             table: p.embedding,
             hidden: b.hidden,
+            host_which: p.workspace.host_which(),
+            which: b.which,
             width: u32_of(p.shape.hidden),
             unused: 0,
         };
@@ -313,7 +364,10 @@ impl Builder<'_> {
                         out.extend(self.scalar(step, &experts, m.top_k));
                         out.push(self.combine(step, true, m.shared.is_some(), gated));
                     }
-                    Executor::Top4FusedV1 => out.push(self.fused(step, layer, &experts, w, gated)),
+                    // The persistent kernel is no launch of a layer: steps that want one are computed by this.
+                    Executor::Top4FusedV1 | Executor::PersistentV1 => {
+                        out.push(self.fused(step, layer, &experts, w, gated));
+                    }
                 }
             }
         }
@@ -526,6 +580,119 @@ impl Builder<'_> {
         one(self.functions.fused, grid, THREADS, fused_shared(shape), &args)
     }
 
+    /// The table of layers that the persistent kernel reads.
+    #[must_use]
+    pub fn layer_table(&self) -> Vec<PersistentLayer> {
+        let p = &self.places;
+        let mut moe_row = 0;
+        p.weights
+            .layers
+            .iter()
+            .zip(&p.spec.layers)
+            .enumerate()
+            .map(|(i, (w, l))| {
+                let slots = l.moe().map(|m| {
+                    moe_row += 1;
+                    p.slot_table.offset((moe_row - 1) * m.experts * 4)
+                });
+                PersistentLayer {
+                    qkv: w.qkv,
+                    output: w.output,
+                    pairs: w.pairs,
+                    down: w.down,
+                    attention_norm: w.attention_norm,
+                    qkv_bias: w.qkv_bias,
+                    q_norm: w.q_norm,
+                    k_norm: w.k_norm,
+                    output_bias: w.output_bias,
+                    norm: w.feed_forward_norm,
+                    router: w.router,
+                    slots: slots.unwrap_or_default(),
+                    cache: p.workspace.buffers.cache.offset(i * p.shape.layer_cache_bytes()),
+                    width: u32_of(w.width),
+                    window: u32_of(l.window.map_or(0, |w| w.min(p.shape.regime.context))),
+                }
+            })
+            .collect()
+    }
+
+    /// Layers `layers` of a row in one launch, and the head if `wanted` is its place among the rows that ask for logits.
+    #[must_use]
+    pub fn persistent(
+        &self,
+        layers: Range<usize>,
+        row: usize,
+        wanted: Option<usize>,
+        taps: bool,
+    ) -> NamedLaunch {
+        let (p, b) = (&self.places, &self.places.workspace.buffers);
+        let (shape, spec, a) = (p.shape, p.spec, &p.spec.attention);
+        let moe = spec.moe();
+        let at = wanted.unwrap_or(0);
+        let tap = |buffer: DevicePtr, width: usize| {
+            if taps {
+                buffer.offset(row * width * 4)
+            } else {
+                DevicePtr(0)
+            }
+        };
+        #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
+        let scale = 1.0 / (a.head_dim as f32).sqrt();
+        let args = PersistentArgs {
+            layers: b.layer_table.offset(layers.start * size_of::<PersistentLayer>()),
+            rows: b.rows,
+            arena: p.arena,
+            record_bytes: p.slot_bytes as u64,
+            down: shape.record.map_or(0, |r| r.pair_bytes as u64),
+            hidden: b.hidden,
+            qkv: b.qkv,
+            partials: b.partials,
+            counters: p.workspace.counters.persistent,
+            attended: b.attended,
+            shares: b.shares,
+            inner: b.inner,
+            dense_inner: b.dense_inner,
+            rotary: b.rotary,
+            head: p.weights.head,
+            final_norm: p.weights.final_norm,
+            logits: b.logits.offset(at * shape.vocab * 4),
+            best: p.workspace.counters.best.offset(at * 8),
+            chosen: b.chosen.offset(at * 4),
+            host_chosen: p.workspace.host_chosen().offset(at * 4),
+            attention_tap: tap(b.attention_tap, shape.hidden),
+            feed_forward_tap: tap(b.feed_forward_tap, shape.hidden),
+            router_logits: tap(b.router_logits, shape.experts()),
+            ids: tap(b.ids, shape.top_k()),
+            weights: tap(b.chosen_weights, shape.top_k()),
+            count: u32_of(layers.len()),
+            row: u32_of(row),
+            width: u32_of(shape.hidden),
+            heads: u32_of(a.heads),
+            kv_heads: u32_of(a.kv_heads),
+            head_dim: u32_of(a.head_dim),
+            padded: u32_of(shape.padded),
+            context: u32_of(shape.regime.context),
+            experts: u32_of(shape.experts()),
+            gates: u32_of(shape.router_columns() - shape.experts()),
+            top_k: u32_of(shape.top_k()),
+            expert_width: u32_of(shape.width()),
+            block: u32_of(shape.record.map_or(0, |r| r.encoding.block())),
+            renormalize: u32::from(moe.is_some_and(|m| m.renormalize)),
+            vocab: wanted.map_or(0, |_| u32_of(shape.vocab)),
+            qk_norm: norm_code(a.qk_norm),
+            eps: spec.rms_norm_eps,
+            clip: a.clip_qkv.unwrap_or(0.0),
+            scale,
+            most_width: u32_of(shape.dense_width),
+        };
+        let blocks = self.functions.multiprocessors;
+        let shared = persistent_shared(shape, blocks as usize);
+        let mut launch = one(self.functions.persistent, [blocks, 1, 1], 512, shared, &args);
+        launch.launch.cooperative = true;
+        launch.launch.overlaps = false;
+        launch
+    }
+
     /// Logits and choices.
     #[must_use]
     pub fn end(&self, step: &StepShape) -> Vec<NamedLaunch> {
@@ -536,7 +703,7 @@ impl Builder<'_> {
         let args = HeadArgs {
             weights: p.weights.head,
             hidden: b.hidden,
-            which: p.workspace.host_which(),
+            which: b.which,
             norm: p.weights.final_norm,
             logits: b.logits,
             best: p.workspace.counters.best,

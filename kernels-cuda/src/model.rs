@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use horizon_core::backend::{
-    CompiledModel, ExecutorId, StepBatch, StepError, StepOutput, StepReport, Ticket,
+    CompiledModel, ExecutorId, Phase, StepBatch, StepError, StepOutput, StepReport, Ticket,
 };
 use horizon_core::cpu::step::check_batch;
 use horizon_core::ids::LayerId;
@@ -27,6 +27,7 @@ const DECODE: StepShape = StepShape {
     wanted: 1,
     appended: false,
     taps: false,
+    phase: Phase::Decode,
 };
 
 /// A model that is ready to run.
@@ -101,11 +102,23 @@ impl CudaModel {
         &self.shape
     }
 
-    /// The launches of a step, in order.
+    /// Whether the persistent kernel computes the step.
+    fn persistent(&self, step: &StepShape) -> bool {
+        step.phase == Phase::Decode && self.executor == Executor::PersistentV1
+    }
+
+    /// The launches of a step without taps, in order; rows `which` ask for logits.
     #[must_use]
-    pub fn launches(&self, step: &StepShape) -> Vec<NamedLaunch> {
+    pub fn launches(&self, step: &StepShape, which: &[u32]) -> Vec<NamedLaunch> {
         let builder = self.builder();
         let mut out = builder.start(step);
+        if self.persistent(step) {
+            for row in 0..step.rows {
+                let at = which.iter().position(|w| *w as usize == row);
+                out.push(builder.persistent(0..self.shape.layers, row, at, false));
+            }
+            return out;
+        }
         let mut moe_row = 0;
         for (layer, l) in self.spec.layers.iter().enumerate() {
             out.extend(builder.layer(step, layer, moe_row));
@@ -117,7 +130,11 @@ impl CudaModel {
 
     /// Captures the decode step.
     pub(crate) fn capture(&mut self) -> Result<(), DriverError> {
-        let launches: Vec<_> = self.launches(&DECODE).into_iter().map(|l| l.launch).collect();
+        let launches: Vec<_> = self
+            .launches(&DECODE, &[0])
+            .into_iter()
+            .map(|l| l.launch)
+            .collect();
         // SAFETY: the builder's addresses belong to this model, which outlives the graph.
         #[expect(unsafe_code, reason = "launches with raw addresses")]
         let graph = unsafe { self.driver.graph(self.stream, &launches)? };
@@ -208,15 +225,27 @@ impl CudaModel {
             _ if step.taps => {
                 let builder = self.builder();
                 self.run(&builder.start(step))?;
+                let persistent = self.persistent(step);
                 let mut moe_row = 0;
                 for (layer, l) in self.spec.layers.iter().enumerate() {
-                    self.run(&builder.layer(step, layer, moe_row))?;
+                    if persistent {
+                        let part = |row| builder.persistent(layer..layer + 1, row, None, true);
+                        self.run(&(0..step.rows).map(part).collect::<Vec<_>>())?;
+                    } else {
+                        self.run(&builder.layer(step, layer, moe_row))?;
+                    }
                     moe_row += usize::from(l.moe().is_some());
                     self.layer_taps(layer, step.rows, taps)?;
                 }
-                self.run(&builder.end(step))
+                if persistent {
+                    let part =
+                        |(at, row): (usize, &u32)| builder.persistent(0..0, *row as usize, Some(at), true);
+                    self.run(&which.iter().enumerate().map(part).collect::<Vec<_>>())
+                } else {
+                    self.run(&builder.end(step))
+                }
             }
-            _ => self.run(&self.launches(step)),
+            _ => self.run(&self.launches(step, &which)),
         }
     }
 }
@@ -243,6 +272,7 @@ impl CompiledModel for CudaModel {
             wanted: batch.rows.iter().filter(|r| r.logits).count(),
             appended: sequences.windows(2).any(|w| w[0] == w[1]),
             taps: batch.taps,
+            phase: batch.phase,
         };
         let hold = experts.capture();
         let mut taps = Vec::new();

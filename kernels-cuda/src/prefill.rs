@@ -65,7 +65,7 @@ impl Product {
 }
 
 const WIDE: Product = Product::new(4, 2, 16, 2, 3);
-const MIDDLE: Product = Product::new(4, 2, 8, 2, 4);
+const MIDDLE: Product = Product::new(4, 2, 8, 2, 3);
 const NARROW: Product = Product::new(2, 1, 4, 4, 3);
 
 /// Forms of a linear product, from many tokens to few.

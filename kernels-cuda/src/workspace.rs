@@ -1,7 +1,7 @@
 //! The buffers of a step: carved once, at addresses that never change.
 
 use crate::arena::{Arena, Carver, Piece, PinnedMemory};
-use crate::args::{MOST_SPLITS, Row};
+use crate::args::{MOST_SPLITS, PersistentLayer, Row};
 use crate::driver::{DevicePtr, DriverError, SharedDriver};
 use crate::shape::Shape;
 
@@ -26,6 +26,8 @@ pieces! {
     Pieces, Buffers {
         /// `Row [rows]`
         rows,
+        /// `u32 [rows]`: rows that ask for logits.
+        which,
         /// `f32 [rows, hidden]`: the residual stream.
         hidden,
         /// `f32 [rows, qkv]`
@@ -66,6 +68,8 @@ pieces! {
         chosen,
         /// `f32 [context, head_dim / 2, 2]`
         rotary,
+        /// `PersistentLayer [layers]`
+        layer_table,
         /// The KV cache, layer by layer.
         cache,
     }
@@ -84,6 +88,8 @@ pieces! {
         best,
         /// `u32 [layers, fused counters]`
         fused,
+        /// `u32 [3 + heads]`
+        persistent,
     }
 }
 
@@ -110,6 +116,7 @@ impl WorkspacePlan {
         let groups = m.div_ceil(crate::shape::TOKENS);
         let pieces = Pieces {
             rows: b.take(m, size_of::<Row>()),
+            which: b.take(m, 4),
             hidden: b.take(m * h, 4),
             qkv: b.take(m * shape.qkv(), 4),
             attended: b.take(m * shape.attended(), 2),
@@ -129,6 +136,7 @@ impl WorkspacePlan {
             feed_forward_tap: b.take(m * h, 4),
             logits: b.take(m * shape.vocab, 4),
             chosen: b.take(m, 4),
+            layer_table: b.take(shape.layers, size_of::<PersistentLayer>()),
             rotary: b.take(shape.regime.context * (shape.head_dim / 2), 8),
             cache: cache.take(shape.layers * shape.layer_cache_bytes(), 1),
         };
@@ -138,6 +146,7 @@ impl WorkspacePlan {
             head: c.take(groups, 4),
             best: c.take(m, 8),
             fused: c.take(shape.layers * shape.fused_counters(), 4),
+            persistent: c.take(3 + shape.heads, 4),
         };
         Self {
             cache,
@@ -174,6 +183,7 @@ impl WorkspacePlan {
             self.counter_pieces.head,
             self.counter_pieces.best,
             self.counter_pieces.fused,
+            self.counter_pieces.persistent,
         ] {
             // SAFETY: the piece lies in the arena that was just allocated.
             #[expect(unsafe_code, reason = "a fill of raw device memory")]

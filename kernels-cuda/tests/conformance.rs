@@ -82,6 +82,11 @@ mod emulated {
     }
 
     #[test]
+    fn persistent_v1() {
+        suite(&driver(), Executor::PersistentV1);
+    }
+
+    #[test]
     fn top4_fused_v1() {
         suite(&driver(), Executor::Top4FusedV1);
     }

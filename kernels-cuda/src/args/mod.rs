@@ -45,7 +45,7 @@ args! {
     /// `layers/embed.cu`
     EmbedArgs {
         host_rows: DevicePtr, rows: DevicePtr, chosen: DevicePtr, table: DevicePtr, hidden: DevicePtr,
-        width: u32, unused: u32,
+        host_which: DevicePtr, which: DevicePtr, width: u32, unused: u32,
     }
     /// `layers/linear.cu`, with the norm before it
     NormLinearArgs {
@@ -97,6 +97,24 @@ args! {
         experts: ExpertsArgs, shared_pairs: DevicePtr, shared_down: DevicePtr, gate: DevicePtr,
         shared_inner: DevicePtr, routed: DevicePtr, shared_output: DevicePtr, hidden: DevicePtr,
         tap: DevicePtr, counters: DevicePtr, shared_width: u32, dense_encoding: u32,
+    }
+    /// `executors/persistent_v1.cu`: a layer of its table
+    PersistentLayer {
+        qkv: DevicePtr, output: DevicePtr, pairs: DevicePtr, down: DevicePtr,
+        attention_norm: DevicePtr, qkv_bias: DevicePtr, q_norm: DevicePtr, k_norm: DevicePtr,
+        output_bias: DevicePtr, norm: DevicePtr, router: DevicePtr, slots: DevicePtr, cache: DevicePtr,
+        width: u32, window: u32,
+    }
+    /// `executors/persistent_v1.cu`
+    PersistentArgs {
+        layers: DevicePtr, rows: DevicePtr, arena: DevicePtr, record_bytes: u64, down: u64,
+        hidden: DevicePtr, qkv: DevicePtr, partials: DevicePtr, counters: DevicePtr, attended: DevicePtr,
+        shares: DevicePtr, inner: DevicePtr, dense_inner: DevicePtr, rotary: DevicePtr, head: DevicePtr,
+        final_norm: DevicePtr, logits: DevicePtr, best: DevicePtr, chosen: DevicePtr, host_chosen: DevicePtr,
+        attention_tap: DevicePtr, feed_forward_tap: DevicePtr, router_logits: DevicePtr, ids: DevicePtr,
+        weights: DevicePtr, count: u32, row: u32, width: u32, heads: u32, kv_heads: u32, head_dim: u32, padded: u32, context: u32,
+        experts: u32, gates: u32, top_k: u32, expert_width: u32, block: u32, renormalize: u32, vocab: u32,
+        qk_norm: u32, eps: f32, clip: f32, scale: f32, most_width: u32,
     }
     /// `layers/measure.cu`
     ReadArgs {

@@ -107,7 +107,7 @@ struct GroupedArgs {
     u32 *counters;        // [rows, blocks of rows of down], zero: ranks that are done
 };
 
-template <int ENC> using Wide = Product<ENC, Slot, 8, 2, 8, 2, 4, ENC == F16 ? 1 : 2>;
+template <int ENC> using Wide = Product<ENC, Slot, 4, 2, 8, 2, 3, ENC == F16 ? 1 : 2>;
 template <int ENC> using Middle = Product<ENC, Slot, 4, 2, 2, 4, 4, ENC == F16 ? 1 : 4>;
 template <int ENC> using Single = Product<ENC, Slot, 8, 1, 1, 8, 3, ENC == F16 ? 2 : 8>;
 
@@ -209,12 +209,12 @@ template <class P> HZ_DEVICE void grouped_down(const GroupedArgs &a, u8 *shared)
 }
 
 // registers: 255
-HZ_KERNEL(Wide<INT4>::THREADS, 1) grouped_t3_gate_up_int4_wide(HZ_ARGS(GroupedArgs, a)) {
+HZ_KERNEL(Wide<INT4>::THREADS, 2) grouped_t3_gate_up_int4_wide(HZ_ARGS(GroupedArgs, a)) {
     HZ_SHARED(shared);
     grouped_gate_up<Wide<INT4>>(a, shared);
 }
 // registers: 255
-HZ_KERNEL(Wide<INT4>::THREADS, 1) grouped_t3_down_int4_wide(HZ_ARGS(GroupedArgs, a)) {
+HZ_KERNEL(Wide<INT4>::THREADS, 2) grouped_t3_down_int4_wide(HZ_ARGS(GroupedArgs, a)) {
     HZ_SHARED(shared);
     grouped_down<Wide<INT4>>(a, shared);
 }
@@ -238,13 +238,13 @@ HZ_KERNEL(Single<INT4>::THREADS, 2) grouped_t3_down_int4_single(HZ_ARGS(GroupedA
     HZ_SHARED(shared);
     grouped_down<Single<INT4>>(a, shared);
 }
-// registers: 255
-HZ_KERNEL(Wide<F16>::THREADS, 1) grouped_t3_gate_up_f16_wide(HZ_ARGS(GroupedArgs, a)) {
+// registers: 192
+HZ_KERNEL(Wide<F16>::THREADS, 2) grouped_t3_gate_up_f16_wide(HZ_ARGS(GroupedArgs, a)) {
     HZ_SHARED(shared);
     grouped_gate_up<Wide<F16>>(a, shared);
 }
-// registers: 255
-HZ_KERNEL(Wide<F16>::THREADS, 1) grouped_t3_down_f16_wide(HZ_ARGS(GroupedArgs, a)) {
+// registers: 192
+HZ_KERNEL(Wide<F16>::THREADS, 2) grouped_t3_down_f16_wide(HZ_ARGS(GroupedArgs, a)) {
     HZ_SHARED(shared);
     grouped_down<Wide<F16>>(a, shared);
 }

@@ -11,14 +11,14 @@ pub const ABSENT: u32 = u32::MAX;
 /// Bytes of a work tile.
 pub const WORK_BYTES: usize = 16;
 
-const WIDE: Product = Product::new(8, 2, 8, 2, 4);
+const WIDE: Product = Product::new(4, 2, 8, 2, 3);
 const MIDDLE: Product = Product::new(4, 2, 2, 4, 4);
 const SINGLE: Product = Product::new(8, 1, 1, 8, 3);
 
 /// Forms of one arithmetic, by how many tokens share an expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupedForm {
-    /// Many: 256 rows of a matrix by 64 tokens a block.
+    /// Many: 128 rows of a matrix by 64 tokens a block.
     Wide,
     /// A few: 128 by 16.
     Middle,
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(olmoe(1).form(), GroupedForm::Single);
         assert_eq!(olmoe(64).form(), GroupedForm::Middle);
         assert_eq!(olmoe(512).form(), GroupedForm::Wide);
-        assert_eq!(olmoe(512).gate_up(GroupedForm::Wide).grid, [8, 127, 1]);
+        assert_eq!(olmoe(512).gate_up(GroupedForm::Wide).grid, [16, 127, 1]);
         assert_eq!(olmoe(1).down(GroupedForm::Single).grid, [16, 8, 1]);
     }
 

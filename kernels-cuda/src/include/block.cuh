@@ -110,3 +110,14 @@ HZ_DEVICE bool last_to_arrive(u32 *counter, u32 blocks, u32 *room) {
     fence_device();
     return last;
 }
+
+// What orders logits, ties to the lowest token.
+// A choice of 0xffffffff: some logit is NaN or +infinity.
+HZ_DEVICE u64 order_key(float logit, u32 token) {
+    // What no sampler may pass, above everything else: the choice is then NOTHING. -0 is 0.
+    if (!(logit < f32_from_bits(0x7f800000u))) return 0xffffffff00000000ull;
+    const u32 bits = f32_bits(logit == 0 ? 0.0f : logit);
+    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return ((u64)ordered << 32) | (0xffffffffu - token);
+}
+

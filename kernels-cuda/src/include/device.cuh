@@ -157,9 +157,20 @@ HZ_DEVICE u32 add_release(u32 *p, u32 v) {
 }
 // Host memory that the host wrote before the launch, or polls.
 HZ_DEVICE u32 load_host(const u32 *p) { return *(const volatile u32 *)p; }
+HZ_DEVICE u32x4 load_host_x4(const void *p) {
+    u32x4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
 HZ_DEVICE void store_host(u32 *p, u32 v) { *(volatile u32 *)p = v; }
 // For the body of a loop that waits.
 HZ_DEVICE void pause() { __nanosleep(20); }
+
+// A line of 128 bytes into the second-level cache.
+HZ_DEVICE void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // The next kernel of the stream may start; it may not read what this one writes before its own predecessor_wait.
 HZ_DEVICE void successor_start() {

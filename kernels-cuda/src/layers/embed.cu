@@ -8,6 +8,8 @@ struct EmbedArgs {
     const u32 *chosen;     // [rows]
     const u16 *table;      // [vocab, hidden] FP16, host memory
     float *hidden;         // [rows, hidden]
+    const u32 *host_which; // [rows], host memory: rows that ask for logits; what follows them is never used
+    u32 *which;            // [rows]
     u32 width;
     u32 unused;
 };
@@ -19,9 +21,11 @@ HZ_KERNEL(256, 4) embed(HZ_ARGS(EmbedArgs, a)) {
     Row *row = (Row *)shared;
     predecessor_wait();
     if (thread_id() == 0) {
-        const u32 *from = (const u32 *)(a.host_rows + block_x());
-        row->token = load_host(from), row->position = load_host(from + 1);
-        row->sequence = load_host(from + 2), row->flags = load_host(from + 3);
+        // Both loads cross the bus; they are under way together.
+        const u32x4 v = load_host_x4(a.host_rows + block_x());
+        const u32 which = load_host(a.host_which + block_x());
+        row->token = v.x, row->position = v.y, row->sequence = v.z, row->flags = v.w;
+        a.which[block_x()] = which;
         if (row->token == CHOSEN_TOKEN) row->token = a.chosen[block_x()];
         a.rows[block_x()] = *row;
     }

@@ -9,7 +9,7 @@ static constexpr u32 WARPS = 8;
 struct HeadArgs {
     const u8 *weights;
     const float *hidden;   // [rows, columns]
-    const u32 *which;      // [wanted]: rows that ask for logits, host memory; null: row 0
+    const u32 *which;      // [wanted]: rows that ask for logits
     const u16 *norm;       // [columns]
     float *logits;         // [wanted, vocab]
     u64 *best;             // [wanted], zero: order-preserving bits of the logit above the inverted token id
@@ -19,15 +19,6 @@ struct HeadArgs {
     u32 wanted, columns, vocab;
     float eps;
 };
-
-// A choice of 0xffffffff: some logit is NaN or +infinity.
-HZ_DEVICE u64 order_key(float logit, u32 token) {
-    // What no sampler may pass, above everything else: the choice is then NOTHING. -0 is 0.
-    if (!(logit < f32_from_bits(0x7f800000u))) return 0xffffffff00000000ull;
-    const u32 bits = f32_bits(logit == 0 ? 0.0f : logit);
-    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return ((u64)ordered << 32) | (0xffffffffu - token);
-}
 
 template <int ENC> HZ_DEVICE void head(const HeadArgs &a, u8 *shared) {
     const u32 first = block_y() * TOKENS, tokens = min_u32(TOKENS, a.wanted - first), tiles = ceil_div(a.vocab, 16);
@@ -41,7 +32,7 @@ template <int ENC> HZ_DEVICE void head(const HeadArgs &a, u8 *shared) {
     successor_start();
     predecessor_wait();
     for (u32 n = 0; n < tokens; n++) {
-        const u32 row = a.which ? load_host(a.which + first + n) : 0;
+        const u32 row = load_shared_u32(a.which + first + n);
         load_normed(shared + n * stride, a.hidden, a.norm, a.eps, row, 1, a.columns, room);
     }
     block_sync();

@@ -17,7 +17,7 @@ struct PrefillLinearArgs {
 };
 
 template <int ENC> using Wide = Product<ENC, Stream, 4, 2, 16, 2, 3, 1>;
-template <int ENC> using Middle = Product<ENC, Stream, 4, 2, 8, 2, 4, ENC == F16 ? 1 : 2>;
+template <int ENC> using Middle = Product<ENC, Stream, 4, 2, 8, 2, 3, 1>;
 template <int ENC> using Narrow = Product<ENC, Stream, 2, 1, 4, 4, 3, ENC == F16 ? 2 : 4>;
 
 template <class P, int PAIRS> HZ_DEVICE void prefill_linear(const PrefillLinearArgs &a, u8 *shared) {

@@ -39,6 +39,12 @@ impl Bench {
         )))
     }
 
+    /// The first card of this machine.
+    pub fn card() -> Self {
+        let driver = horizon_kernels_cuda::driver::cuda::CudaDriver::open(0).expect("a card");
+        Self::new(std::sync::Arc::new(driver))
+    }
+
     /// Memory full of NaN, with a sentinel behind it.
     pub fn poisoned(&self, bytes: usize) -> DevicePtr {
         let at = self

@@ -22,6 +22,12 @@ macro_rules! on_devices {
         fn $test() {
             super::$test(&crate::common::Bench::emulated());
         }
+
+        #[test]
+        #[ignore = "needs a CUDA card"]
+        fn $gpu() {
+            super::$test(&crate::common::Bench::card());
+        }
     )* };
 }
 pub(crate) use on_devices;

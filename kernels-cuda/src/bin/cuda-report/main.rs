@@ -64,9 +64,9 @@ fn report() -> Result<(), String> {
         for dense in [DenseFormat::F16, DenseFormat::Q8] {
             let loaded = models::Loaded::new(name, dense)?;
             let executors: &[Executor] = if options.quick {
-                &[Executor::Top4FusedV1]
+                &[Executor::PersistentV1, Executor::Top4FusedV1]
             } else {
-                &[Executor::Top4FusedV1, Executor::Scalar]
+                &Executor::ALL
             };
             for executor in executors {
                 time::model(&driver, &loaded, *executor, ceiling, &options.steps)?;

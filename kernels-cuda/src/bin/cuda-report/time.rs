@@ -107,6 +107,7 @@ fn bytes(spec: &ModelSpec, dense: DenseFormat) -> BTreeMap<&'static str, f64> {
     let layers = spec.layers.len() as f64;
     let step = layers * (out["norm_linear"] + project + experts) + out["head"];
     out.insert("step", step);
+    out.insert("persistent_v1", step);
     out
 }
 
@@ -137,6 +138,35 @@ fn decode(
         all.push(started.elapsed().as_secs_f64() * 1e3);
     }
     Ok(median(all))
+}
+
+/// Runs random tokens until `to` positions are filled.
+fn fill(
+    model: &mut CudaModel,
+    experts: &Arc<dyn ExpertProvider>,
+    from: usize,
+    to: usize,
+) -> Result<(), String> {
+    let tokens = conformance::tokens(to, model.shape().vocab, 5);
+    let chunk = model.shape().regime.max_rows;
+    for start in (from..to).step_by(chunk) {
+        let end = to.min(start + chunk);
+        let rows = (start..end).map(|position| StepRow {
+            token: tokens[position],
+            position,
+            sequence: 0,
+            logits: false,
+        });
+        let batch = StepBatch {
+            rows: rows.collect(),
+            taps: false,
+            phase: Phase::Prefill,
+            tokens_only: true,
+        };
+        let ticket = model.enqueue(&batch, experts).map_err(|e| e.to_string())?;
+        model.finish(ticket).map_err(|e| e.to_string())?;
+    }
+    Ok(())
 }
 
 /// Share of a token's experts that the token before used too, averaged over layers: how far routing spreads.
@@ -202,8 +232,12 @@ pub fn model(
         wanted: 1,
         appended: false,
         taps: false,
+        phase: Phase::Decode,
     };
+    let mut filled = 16;
     for position in [16, 128, 1024, 4096] {
+        fill(&mut model, &experts, filled, position)?;
+        filled = position + steps;
         let ms = decode(&mut model, &experts, position, *steps)?;
         let kv = (loaded.spec.layers.len()
             * 2
@@ -222,7 +256,7 @@ pub fn model(
         );
     }
     // The last step's position stays in place: the graph replays it.
-    let launches = model.launches(&step);
+    let launches = model.launches(&step, &[0]);
     let all: Vec<Launch> = launches.iter().map(|l| l.launch.clone()).collect();
     let ms = graph_ms(driver.as_ref(), stream, &all, 50).map_err(text)?;
     println!(

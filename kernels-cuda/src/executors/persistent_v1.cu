@@ -1,0 +1,673 @@
+// Executor `persistent-v1`: a whole token in one launch. One block a multiprocessor stays for all layers; a barrier over the
+// grid stands between the parts of a layer.
+//
+// What it gains over a launch a part: memory never waits for a barrier. Every warp knows which weights it will read next,
+// layers ahead, and keeps a ring of SLOTS pieces of two kilobytes on their way into shared memory. A lane copies exactly the
+// 16-byte words that it will use itself (tile.cuh), so the ring needs no barrier: each lane waits for its own copies. Only
+// routed experts are not known ahead; their copies start when the router has chosen.
+//
+// The parts of a layer, with a grid barrier after each:
+//   QKV        norm, then a stripe of tiles, each shared out by columns over the block's warps
+//   ATTEND     a head and a split of its positions a block
+//   PROJECT    tiles of the output projection, residual add, the tile's share of the router
+//   PAIRS      every block adds the shares and routes for itself; shared pairs, then routed pairs
+//   DOWN       a tile of outputs: the shared expert's, then all routed experts', the combine, residual add
+// and after the last layer HEAD. Work is dealt to blocks by index, so that which block computes a tile depends on the card,
+// but no bit of the tile does.
+#include "attention.cuh"
+
+static constexpr u32 WARPS = 16, THREADS = WARPS * 32;
+// Bytes of a slot: codes, then scales.
+static constexpr u32 CODES = 2048, SLOT = CODES + 256;
+static constexpr u32 MOST_SPLITS = 8, LEAST_POSITIONS = 128;
+// Warps that share a routed pair tile; pair tiles of a block at once.
+static constexpr u32 PAIR_SHARES = 2, PAIR_UNITS = WARPS / PAIR_SHARES;
+// Tiles of a block whose sums are added at once.
+static constexpr u32 BATCH = 8;
+
+struct PersistentLayer {
+    const u8 *qkv, *output, *pairs, *down;  // tiles; pairs and down of the shared expert or the dense feed-forward
+    const u16 *attention_norm, *qkv_bias, *q_norm, *k_norm, *output_bias, *norm, *router;
+    const u32 *slots;  // [experts]; null: no routed experts
+    u16 *cache;
+    u32 width;         // of the shared expert or the dense feed-forward; 0: none
+    u32 window;
+};
+
+struct PersistentArgs {
+    const PersistentLayer *layers;  // [count]
+    const Row *rows;
+    const u8 *arena;
+    u64 record_bytes, down;
+    float *hidden;        // [rows, hidden]
+    float *qkv;           // [qkv]
+    float *partials;      // [heads, MOST_SPLITS, padded + 2]
+    u32 *counters;        // zero: barrier, finished blocks, head's arrivals, then [heads]
+    u16 *attended;        // [heads * head_dim]
+    float *shares;        // [tiles, products + 1]
+    u16 *inner;           // [top_k, expert_width]
+    u16 *dense_inner;     // [dense width]
+    const f32x2 *rotary;
+    const u8 *head;       // tiles
+    const u16 *final_norm;
+    float *logits;        // [vocab]; not wanted when vocab is 0
+    u64 *best;            // zero
+    u32 *chosen, *host_chosen;
+    // For taps, or null: what attention and the feed-forward added [hidden], router logits [experts], choices [top_k].
+    float *attention_tap, *feed_forward_tap, *router_logits;
+    u32 *ids;
+    float *weights;
+    u32 count, row, width, heads, kv_heads, head_dim, padded, context;
+    u32 experts, gates, top_k, expert_width, block, renormalize, vocab, qk_norm;
+    float eps, clip, scale;
+    u32 most_width;       // widest shared expert or dense feed-forward
+};
+
+enum Part { QKV, PROJECT, SHARED_PAIRS, ROUTED_PAIRS, SHARED_DOWN, ROUTED_DOWN, HEAD, NOTHING };
+
+// What a warp reads of one tile: whole slots of codes with their scales.
+struct Piece {
+    const u8 *codes, *scales;
+    u32 bytes;         // of codes, a multiple of 512
+    u32 scale_bytes;   // of scales a full slot; 0: none
+    u32 all_scales;    // bytes of scales left in the row
+};
+
+// Shared memory that stays for the whole launch.
+struct Fixed {
+    u32 ids[64], slots[64];
+    float weights[64];
+    float gate;
+    u32 word, spare[2];
+};
+
+template <int ENC> HZ_DEVICE constexpr u32 slot_columns() { return CODES / Span<ENC>::bytes * 64; }
+
+template <int EXPERT, int DENSE, int SLOTS> struct Token {
+    const PersistentArgs &a;
+    const PersistentLayer *layers;  // in shared memory
+    Fixed *fixed;
+    u8 *ring;      // this warp's
+    u8 *room;      // activations and whatever a part needs
+    float *sums;   // [BATCH][WARPS][16]
+    u32 warp = thread_id() / 32, lane = thread_id() % 32, grid = grid_x(), block = block_x();
+    // What is copied next; `routed` layers have known experts.
+    u32 part = QKV, layer = 0, item = 0, routed = 0;
+    Piece next = {nullptr, nullptr, 0, 0, 0};
+    // Slots: the next to fill, the next to read, and how many hold something.
+    u32 fill = 0, take = 0, filled = 0;
+    u32 barriers = 0;
+
+    // ------------------------------------------------------------------------------------------------ pieces
+
+    template <int ENC> HZ_DEVICE Piece share_of(const u8 *tile, u32 columns, u32 block_columns, u32 index, u32 shares) const {
+        u32 first, last;
+        const u32 unit = scale_block<ENC>(block_columns);
+        share_spans(columns, ENC == F16 ? 64 : max_u32(unit, 64), index, shares, first, last);
+        Piece p;
+        p.codes = tile + (u64)first * Span<ENC>::bytes;
+        p.bytes = last > first ? (last - first) * Span<ENC>::bytes : 0;
+        p.scale_bytes = p.all_scales = 0;
+        p.scales = nullptr;
+        if (ENC != F16) {
+            const u32 begin = first * 64 / unit, end = min_u32(ceil_div(last * 64, unit), ceil_div(columns, unit));
+            p.scales = tile + (u64)ceil_div(columns, 64) * Span<ENC>::bytes + begin * 32;
+            p.scale_bytes = max_u32(slot_columns<ENC>() / unit, 1) * 32;
+            p.all_scales = end > begin ? (end - begin) * 32 : 0;
+        }
+        return p;
+    }
+
+    HZ_DEVICE Piece dense_share(const u8 *tiles, u32 tile, u32 columns) const {
+        return share_of<DENSE>(tiles + (u64)tile * tile_bytes<DENSE>(columns, 32), columns, 32, warp, WARPS);
+    }
+
+    // Routed pair units of this block: [first, last) of top_k * tiles, dealt evenly.
+    HZ_DEVICE void routed_units(u32 &first, u32 &last) const {
+        const u32 all = a.top_k * (a.expert_width / 8);
+        first = (u32)((u64)all * block / grid), last = (u32)((u64)all * (block + 1) / grid);
+    }
+
+    // Items of a part for this warp; a block has the same number for each of its warps.
+    HZ_DEVICE u32 items(u32 of, u32 layer_index) const {
+        const u32 tiles_h = ceil_div(a.width, 16);
+        const u32 mine = block < tiles_h ? (tiles_h - block - 1) / grid + 1 : 0;
+        const PersistentLayer &l = layers[layer_index];
+        switch (of) {
+        case QKV: {
+            const u32 tiles = ceil_div((a.heads + 2 * a.kv_heads) * a.head_dim, 16);
+            return block < tiles ? (tiles - block - 1) / grid + 1 : 0;
+        }
+        case PROJECT: return mine;
+        case SHARED_PAIRS: {
+            const u32 tiles = l.width / 8;
+            return block < tiles ? (tiles - block - 1) / grid + 1 : 0;
+        }
+        case ROUTED_PAIRS: {
+            if (!l.slots) return 0;
+            u32 first, last;
+            routed_units(first, last);
+            return ceil_div(last - first, PAIR_UNITS);
+        }
+        case SHARED_DOWN: return l.width ? mine : 0;
+        case ROUTED_DOWN: return l.slots ? mine * ceil_div(a.top_k, WARPS) : 0;
+        case HEAD: {
+            const u32 tiles = ceil_div(a.vocab, 16);
+            return block < tiles ? (tiles - block - 1) / grid + 1 : 0;
+        }
+        }
+        return 0;
+    }
+
+    HZ_DEVICE const u8 *record(u32 rank) const {
+        return a.arena + fixed->slots[rank] * a.record_bytes;
+    }
+
+    // Experts at once in a down item, and warps that share one.
+    HZ_DEVICE u32 down_ranks(u32 pass) const { return min_u32(WARPS, a.top_k - pass * WARPS); }
+
+    HZ_DEVICE Piece piece(u32 of, u32 layer_index, u32 index) const {
+        const PersistentLayer &l = layers[layer_index];
+        const u32 tile = block + index * grid;
+        Piece none = {nullptr, nullptr, 0, 0, 0};
+        switch (of) {
+        case QKV: return dense_share(l.qkv, tile, a.width);
+        case PROJECT: return dense_share(l.output, tile, a.heads * a.head_dim);
+        case SHARED_PAIRS: return dense_share(l.pairs, tile, a.width);
+        case SHARED_DOWN: return dense_share(l.down, tile, l.width);
+        case HEAD: return dense_share(a.head, tile, a.width);
+        case ROUTED_PAIRS: {
+            u32 first, last;
+            routed_units(first, last);
+            const u32 unit = first + index * PAIR_UNITS + warp / PAIR_SHARES, tiles = a.expert_width / 8;
+            if (unit >= last) return none;
+            const u8 *at = record(unit / tiles) + (u64)(unit % tiles) * tile_bytes<EXPERT>(a.width, a.block);
+            return share_of<EXPERT>(at, a.width, a.block, warp % PAIR_SHARES, PAIR_SHARES);
+        }
+        case ROUTED_DOWN: {
+            const u32 passes = ceil_div(a.top_k, WARPS), pass = index % passes;
+            const u32 ranks = down_ranks(pass), shares = WARPS / ranks;
+            if (warp / shares >= ranks) return none;
+            const u8 *at = record(pass * WARPS + warp / shares) + a.down +
+                           (u64)(block + index / passes * grid) * tile_bytes<EXPERT>(a.expert_width, a.block);
+            return share_of<EXPERT>(at, a.expert_width, a.block, warp % shares, shares);
+        }
+        }
+        return none;
+    }
+
+    // ------------------------------------------------------------------------------------------------ the ring
+
+    // The piece that is copied next, if it is known.
+    HZ_DEVICE bool find_next() {
+        while (next.bytes == 0) {
+            if (part == NOTHING || (part == HEAD && !a.vocab)) return false;
+            if (part == ROUTED_PAIRS && routed <= layer) return false;
+            if (item < items(part, layer)) {
+                next = piece(part, layer, item++);
+                continue;
+            }
+            item = 0;
+            if (part == ROUTED_DOWN) {
+                part = ++layer < a.count ? QKV : HEAD;
+                if (part == HEAD) layer = 0;
+            } else {
+                part++;
+            }
+        }
+        return true;
+    }
+
+    // Starts the copy of one slot, or of nothing: one group either way.
+    HZ_DEVICE void start_copy() {
+        if (find_next()) {
+            u8 *slot = ring + fill * SLOT;
+            const u32 bytes = min_u32(next.bytes, CODES);
+            for (u32 i = 0; i < 4; i++) {
+                if (i * 512 < bytes) copy_async16(slot + i * 512 + lane * 16, next.codes + i * 512 + lane * 16);
+            }
+            const u32 scales = min_u32(next.scale_bytes, next.all_scales);
+            if (lane * 16 < scales) copy_async16(slot + CODES + lane * 16, next.scales + lane * 16);
+            next.codes += bytes, next.bytes -= bytes;
+            next.scales += scales, next.all_scales -= scales;
+            fill = fill + 1 == SLOTS ? 0 : fill + 1;
+            filled++;
+        }
+        copy_commit();
+    }
+
+    // Fills the ring as far as the next pieces are known.
+    HZ_DEVICE void start_copies() {
+        const u32 room_left = SLOTS - filled;
+        for (u32 i = 0; i < room_left; i++) start_copy();
+    }
+
+    // One slot times the activations: products in the order of the columns, into sum.
+    template <int ENC>
+    HZ_DEVICE void slot_products(const u8 *activations, u32 column, u32 bytes, u32 columns, u32 block_columns, float (&sum)[4]) {
+        copy_wait<SLOTS - 1>();
+        if (ENC != F16) warp_sync();
+        const u8 *slot = ring + take * SLOT;
+        const u32 unit = scale_block<ENC>(block_columns);
+        constexpr int SPANS = CODES / Span<ENC>::bytes;
+        float part_sum[4] = {0, 0, 0, 0};
+        u32 scale = 0;
+#pragma unroll
+        for (int s = 0; s < SPANS; s++) {
+            if ((u32)s * Span<ENC>::bytes >= bytes) break;
+            u32x4 raw[Span<ENC>::loads];
+#pragma unroll
+            for (u32 i = 0; i < Span<ENC>::loads; i++) {
+                raw[i] = *(const u32x4 *)(slot + s * Span<ENC>::bytes + i * 512 + lane * 16);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const u32 at = column + s * 64 + half * 32;
+                const u32x4 x = activation_fragment(activations, 0, at, lane, 1);
+                u32 f[4];
+                weight_fragment<ENC>(raw, half * 2, f);
+                mma_16x8x16(ENC == F16 ? sum : part_sum, f, x.x, x.y);
+                weight_fragment<ENC>(raw, half * 2 + 1, f);
+                mma_16x8x16(ENC == F16 ? sum : part_sum, f, x.z, x.w);
+                if constexpr (ENC != F16) {
+                    const bool last = half == 1 && (u32)(s + 1) * Span<ENC>::bytes >= bytes;
+                    if ((at + 32) % unit == 0 || last) {
+                        if (at / unit * unit < columns) {
+                            const RowScales d = row_scales(*(const u32 *)(slot + CODES + scale * 32 + lane / 4 * 4));
+                            sum[0] = f32_fma(d.low, part_sum[0], sum[0]);
+                            sum[2] = f32_fma(d.high, part_sum[2], sum[2]);
+                        }
+                        scale++;
+                        part_sum[0] = part_sum[1] = part_sum[2] = part_sum[3] = 0;
+                    }
+                }
+            }
+        }
+        // Everybody has read the scales before the slot is filled again.
+        if (ENC != F16) warp_sync();
+        take = take + 1 == SLOTS ? 0 : take + 1;
+        filled--;
+        start_copy();
+    }
+
+    // A piece times the activations.
+    template <int ENC>
+    HZ_DEVICE void products(const Piece &p, const u8 *activations, u32 columns, u32 block_columns, u32 first_column,
+                            float (&sum)[4]) {
+#pragma unroll 1
+        for (u32 done = 0; done < p.bytes; done += CODES) {
+            slot_products<ENC>(activations, first_column + done / Span<ENC>::bytes * 64, min_u32(p.bytes - done, CODES),
+                               columns, block_columns, sum);
+        }
+    }
+
+    template <int ENC> HZ_DEVICE u32 first_column(u32 columns, u32 block_columns, u32 index, u32 shares) const {
+        u32 first, last;
+        share_spans(columns, ENC == F16 ? 64 : max_u32(scale_block<ENC>(block_columns), 64), index, shares, first, last);
+        return first * 64;
+    }
+
+    // Column 0 of the sums of item `index` of a batch.
+    HZ_DEVICE void keep(u32 index, const float (&sum)[4]) {
+        float *mine = sums + (index * WARPS + warp) * 16;
+        if (lane % 4 == 0) mine[lane / 4] = sum[0], mine[lane / 4 + 8] = sum[2];
+    }
+    HZ_DEVICE float added(u32 index, u32 first, u32 count, u32 row) const {
+        float sum = 0;
+        for (u32 w = first; w < first + count; w++) sum += sums[(index * WARPS + w) * 16 + row];
+        return sum;
+    }
+
+    // ------------------------------------------------------------------------------------------------ the grid
+
+    // All blocks have come here; what they wrote before is visible.
+    HZ_DEVICE void grid_barrier() {
+        block_sync();
+        barriers++;
+        if (thread_id() == 0) {
+            fence_device();
+            add_release(a.counters, 1);
+            while (load_acquire(a.counters) < barriers * grid) {
+#ifdef HZ_EMULATED
+                pause();
+#endif
+            }
+            fence_device();
+        }
+        block_sync();
+    }
+
+    // ------------------------------------------------------------------------------------------------ parts
+
+    // Tiles of a non-routed matrix, BATCH at a time; `done(tile, row, sum)` by 16 threads a tile.
+    template <class Done> HZ_DEVICE void dense_tiles(u32 of, u32 l, const u8 *activations, u32 columns, Done done) {
+        const u32 count = items(of, l);
+        for (u32 base = 0; base < count; base += BATCH) {
+            const u32 here = min_u32(BATCH, count - base);
+            for (u32 i = 0; i < here; i++) {
+                float sum[4] = {0, 0, 0, 0};
+                products<DENSE>(piece(of, l, base + i), activations, columns, 32,
+                                first_column<DENSE>(columns, 32, warp, WARPS), sum);
+                keep(i, sum);
+            }
+            block_sync();
+            const u32 i = thread_id() / 16, row = thread_id() % 16;
+            if (i < here) done(block + (base + i) * grid, row, i);
+            block_sync();
+        }
+    }
+
+    HZ_DEVICE void qkv(u32 l, const float *hidden) {
+        const PersistentLayer &w = layers[l];
+        load_normed(room, hidden, w.attention_norm, a.eps, 0, 1, a.width, sums);
+        block_sync();
+        const u32 outputs = (a.heads + 2 * a.kv_heads) * a.head_dim;
+        dense_tiles(QKV, l, room, a.width, [&](u32 tile, u32 row, u32 i) {
+            const u32 output = tile * 16 + row;
+            if (output >= outputs) return;
+            float y = added(i, 0, WARPS, row);
+            if (w.qkv_bias) y += f16_to_f32(w.qkv_bias[output]);
+            a.qkv[output] = y;
+        });
+    }
+
+    HZ_DEVICE void attend(u32 l, const Row *row_of) {
+        const PersistentLayer &w = layers[l];
+        AttendArgs t;
+        t.rows = row_of, t.qkv = a.qkv, t.q_norm = w.q_norm, t.k_norm = w.k_norm, t.rotary = a.rotary, t.cache = w.cache;
+        t.partials = a.partials, t.counters = a.counters + 3, t.output = a.attended;
+        t.heads = a.heads, t.kv_heads = a.kv_heads, t.head_dim = a.head_dim, t.padded = a.padded, t.context = a.context;
+        t.window = w.window, t.norm = a.qk_norm, t.appended = 0, t.eps = a.eps, t.clip = a.clip, t.scale = a.scale;
+        for (u32 unit = block; unit < a.heads * MOST_SPLITS; unit += grid) {
+            const u32 head = unit % a.heads, split = unit / a.heads;
+            if (a.padded <= 32) {
+                attend_head<4, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
+            } else if (a.padded <= 64) {
+                attend_head<8, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
+            } else if (a.padded <= 128) {
+                attend_head<16, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
+            } else {
+                attend_head<32, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
+            }
+            block_sync();
+        }
+    }
+
+    HZ_DEVICE void project(u32 l, float *hidden) {
+        const PersistentLayer &w = layers[l];
+        const u32 columns = a.heads * a.head_dim, products_all = w.slots ? a.experts + a.gates : 0, wide = products_all + 1;
+        load_activations(room, a.attended, 0, 1, columns);
+        block_sync();
+        float *scaled = (float *)(room + activation_stride(columns)), *squares = scaled + BATCH * 16;
+        const u32 count = items(PROJECT, l);
+        for (u32 base = 0; base < count; base += BATCH) {
+            const u32 here = min_u32(BATCH, count - base);
+            for (u32 i = 0; i < here; i++) {
+                float sum[4] = {0, 0, 0, 0};
+                products<DENSE>(piece(PROJECT, l, base + i), room, columns, 32,
+                                first_column<DENSE>(columns, 32, warp, WARPS), sum);
+                keep(i, sum);
+            }
+            block_sync();
+            const u32 i = thread_id() / 16, row = thread_id() % 16, output = (block + (base + i) * grid) * 16 + row;
+            if (i < here) {
+                float normed = 0, square = 0;
+                if (output < a.width) {
+                    float y = added(i, 0, WARPS, row);
+                    if (w.output_bias) y += f16_to_f32(w.output_bias[output]);
+                    if (a.attention_tap) a.attention_tap[output] = y;
+                    const float h = load_shared_f32(hidden + output) + y;
+                    hidden[output] = h;
+                    normed = f32_mul(h, f16_to_f32(w.norm[output])), square = f32_mul(h, h);
+                }
+                scaled[i * 16 + row] = normed, squares[i * 16 + row] = square;
+            }
+            block_sync();
+            for (u32 n = thread_id(); n < wide * here; n += THREADS) {
+                const u32 e = n % wide, t = n / wide, tile = block + (base + t) * grid;
+                const u32 outputs = min_u32(16, a.width - tile * 16);
+                float v = 0;
+                for (u32 j = 0; j < outputs; j++) {
+                    v = e < products_all ? f32_fma(scaled[t * 16 + j],
+                                                   f16_to_f32(w.router[(u64)(tile * 16 + j) * products_all + e]), v)
+                                         : v + squares[t * 16 + j];
+                }
+                a.shares[(u64)tile * wide + e] = v;
+            }
+            block_sync();
+        }
+    }
+
+    // Every block for itself: sums of the router's shares, softmax, top-k, and the normed row into `room`.
+    HZ_DEVICE void route(u32 l, const float *hidden) {
+        const PersistentLayer &w = layers[l];
+        const u32 products_all = w.slots ? a.experts + a.gates : 0, wide = products_all + 1, tiles = ceil_div(a.width, 16);
+        float *parts = (float *)(room + activation_stride(a.width)), *totals = parts + WARPS * wide;
+        float *probability = totals + wide;
+        for (u32 e = lane; e < wide; e += 32) {
+            float sum = 0;
+            for (u32 tile = warp; tile < tiles; tile += WARPS * 8) {
+                float v[8];
+#pragma unroll
+                for (u32 u = 0; u < 8; u++) {
+                    const u32 at = tile + u * WARPS;
+                    v[u] = at < tiles ? load_shared_f32(a.shares + (u64)at * wide + e) : 0.0f;
+                }
+#pragma unroll
+                for (u32 u = 0; u < 8; u++) sum += v[u];
+            }
+            parts[warp * wide + e] = sum;
+        }
+        block_sync();
+        for (u32 e = thread_id(); e < wide; e += THREADS) {
+            float sum = 0;
+            for (u32 p = 0; p < WARPS; p++) sum += parts[p * wide + e];
+            totals[e] = sum;
+        }
+        block_sync();
+        const float inverse = inverse_rms(totals[products_all], a.width, a.eps);
+        if (warp == 0 && w.slots) {
+            float most = NEGATIVE_INFINITY, sum = 0;
+            for (u32 e = lane; e < a.experts; e += 32) most = f32_max(most, f32_mul(totals[e], inverse));
+            for (u32 lanes = 16; lanes > 0; lanes /= 2) most = f32_max(most, shuffle_xor(most, lanes));
+            for (u32 e = lane; e < a.experts; e += 32) {
+                const float p = f32_exp(f32_mul(totals[e], inverse) - most);
+                probability[e] = p;
+                sum += p;
+            }
+            sum = warp_sum(sum);
+            for (u32 e = lane; e < a.experts; e += 32) probability[e] = f32_div(probability[e], sum);
+            warp_sync();
+            for (u32 e = lane; e < a.experts; e += 32) {
+                const float p = probability[e];
+                u32 rank = 0;
+                for (u32 other = 0; other < a.experts; other++) {
+                    const float q = probability[other];
+                    rank += q > p || (q == p && other < e);
+                }
+                if (rank < a.top_k) fixed->ids[rank] = e, fixed->slots[rank] = load_shared_u32(w.slots + e), fixed->weights[rank] = p;
+            }
+            warp_sync();
+            if (lane == 0) {
+                if (a.renormalize) {
+                    float all = 0;
+                    for (u32 k = 0; k < a.top_k; k++) all += fixed->weights[k];
+                    for (u32 k = 0; k < a.top_k; k++) fixed->weights[k] = f32_div(fixed->weights[k], all);
+                }
+                for (u32 k = 0; a.ids && block == 0 && k < a.top_k; k++) {
+                    a.ids[k] = fixed->ids[k], a.weights[k] = fixed->weights[k];
+                }
+                for (u32 e = 0; a.ids && block == 0 && e < a.experts; e++) a.router_logits[e] = f32_mul(totals[e], inverse);
+                fixed->gate = a.gates ? sigmoid(f32_mul(totals[a.experts], inverse)) : 1.0f;
+            }
+        } else if (warp > 0) {
+            const u32 words = ceil_div(a.width, 64) * 16;
+            for (u32 i = thread_id() - 32; i < words; i += THREADS - 32) {
+                u32x2 out = {0, 0};
+                if (i * 4 < a.width) {
+                    const u32x4 v = load_shared_x4(hidden + i * 4);
+                    const u32x2 n = *(const u32x2 *)(w.norm + i * 4);
+                    out.x = f16x2(f32_mul(f32_mul(f32_from_bits(v.x), inverse), f16_to_f32((u16)n.x)),
+                                  f32_mul(f32_mul(f32_from_bits(v.y), inverse), f16_to_f32((u16)(n.x >> 16))));
+                    out.y = f16x2(f32_mul(f32_mul(f32_from_bits(v.z), inverse), f16_to_f32((u16)n.y)),
+                                  f32_mul(f32_mul(f32_from_bits(v.w), inverse), f16_to_f32((u16)(n.y >> 16))));
+                }
+                *(u32x2 *)(room + i * 8) = out;
+            }
+        }
+        block_sync();
+    }
+
+    HZ_DEVICE void pairs(u32 l) {
+        dense_tiles(SHARED_PAIRS, l, room, a.width, [&](u32 tile, u32 row, u32 i) {
+            if (row < 8) {
+                a.dense_inner[tile * 8 + row] = f32_to_f16(silu(added(i, 0, WARPS, row)) * added(i, 0, WARPS, row + 8));
+            }
+        });
+        const u32 count = items(ROUTED_PAIRS, l);
+        u32 first, last;
+        routed_units(first, last);
+        const u32 tiles = a.expert_width / 8;
+        for (u32 base = 0; base < count; base += BATCH) {
+            const u32 here = min_u32(BATCH, count - base);
+            for (u32 i = 0; i < here; i++) {
+                float sum[4] = {0, 0, 0, 0};
+                products<EXPERT>(piece(ROUTED_PAIRS, l, base + i), room, a.width, a.block,
+                                 first_column<EXPERT>(a.width, a.block, warp % PAIR_SHARES, PAIR_SHARES), sum);
+                keep(i, sum);
+            }
+            block_sync();
+            for (u32 n = thread_id(); n < here * PAIR_UNITS * 8; n += THREADS) {
+                const u32 i = n / (PAIR_UNITS * 8), u = n / 8 % PAIR_UNITS, g = n % 8;
+                const u32 unit = first + (base + i) * PAIR_UNITS + u;
+                if (unit < last) {
+                    const float gate = added(i, u * PAIR_SHARES, PAIR_SHARES, g);
+                    const float up = added(i, u * PAIR_SHARES, PAIR_SHARES, g + 8);
+                    a.inner[(u64)(unit / tiles) * a.expert_width + unit % tiles * 8 + g] = f32_to_f16(silu(gate) * up);
+                }
+            }
+            block_sync();
+        }
+    }
+
+    HZ_DEVICE void down(u32 l, float *hidden) {
+        const PersistentLayer &w = layers[l];
+        const u32 stride = activation_stride(a.expert_width);
+        u8 *dense_room = room + (w.slots ? a.top_k * stride : 0);
+        if (w.slots) load_activations(room, a.inner, 0, a.top_k, a.expert_width);
+        if (w.width) load_activations(dense_room, a.dense_inner, 0, 1, w.width);
+        block_sync();
+        // A dense or shared part first: its weights are on their way already. The sum is kept until the routed part is done.
+        float *dense = (float *)(room + (w.slots ? a.top_k * stride : 0) + activation_stride(w.width));
+        dense_tiles(SHARED_DOWN, l, dense_room, w.width, [&](u32 tile, u32 row, u32 i) {
+            dense[(tile - block) / grid * 16 + row] = added(i, 0, WARPS, row);
+        });
+        const u32 count = items(PROJECT, l), passes = ceil_div(a.top_k, WARPS);
+        for (u32 t = 0; t < count; t++) {
+            float total = 0;
+            if (w.slots) {
+                for (u32 pass = 0; pass < passes; pass++) {
+                    const u32 ranks = down_ranks(pass), shares = WARPS / ranks, rank = warp / shares;
+                    float sum[4] = {0, 0, 0, 0};
+                    if (rank < ranks) {
+                        products<EXPERT>(piece(ROUTED_DOWN, l, t * passes + pass), room + (pass * WARPS + rank) * stride,
+                                         a.expert_width, a.block,
+                                         first_column<EXPERT>(a.expert_width, a.block, warp % shares, shares), sum);
+                    }
+                    keep(0, sum);
+                    block_sync();
+                    if (thread_id() < 16) {
+                        for (u32 k = 0; k < ranks; k++) {
+                            total = f32_fma(fixed->weights[pass * WARPS + k], added(0, k * shares, shares, thread_id()), total);
+                        }
+                    }
+                    block_sync();
+                }
+            }
+            const u32 output = (block + t * grid) * 16 + thread_id();
+            if (thread_id() < 16 && output < a.width) {
+                if (w.width) total = w.slots ? f32_fma(fixed->gate, dense[t * 16 + thread_id()], total) : dense[t * 16 + thread_id()];
+                if (a.feed_forward_tap) a.feed_forward_tap[output] = total;
+                hidden[output] = load_shared_f32(hidden + output) + total;
+            }
+        }
+    }
+
+    HZ_DEVICE void head(const float *hidden) {
+        load_normed(room, hidden, a.final_norm, a.eps, 0, 1, a.width, sums);
+        block_sync();
+        u64 best = 0;
+        dense_tiles(HEAD, 0, room, a.width, [&](u32 tile, u32 row, u32 i) {
+            const u32 token = tile * 16 + row;
+            if (token >= a.vocab) return;
+            const float y = added(i, 0, WARPS, row);
+            a.logits[token] = y;
+            const u64 key = order_key(y, token);
+            best = key > best ? key : best;
+        });
+        if (best) atomic_max(a.best, best);
+        if (last_to_arrive(a.counters + 2, grid, &fixed->word) && thread_id() == 0) {
+            const u32 choice = 0xffffffffu - (u32)atomic_max(a.best, 0);
+            *a.best = 0;
+            *a.chosen = choice;
+            store_host(a.host_chosen, choice);
+        }
+    }
+};
+
+// Grid: one block a multiprocessor, all at once. Shared memory: the rings, the layers, what is fixed, sums, then room.
+template <int EXPERT, int DENSE, int SLOTS> HZ_DEVICE void token(const PersistentArgs &a, u8 *shared) {
+    const u32 warp = thread_id() / 32;
+    PersistentLayer *layers = (PersistentLayer *)(shared + WARPS * SLOTS * SLOT);
+    Fixed *fixed = (Fixed *)(layers + a.count);
+    float *sums = (float *)(fixed + 1);
+    Token<EXPERT, DENSE, SLOTS> t = {a, layers, fixed, shared + warp * SLOTS * SLOT, (u8 *)(sums + BATCH * WARPS * 16), sums};
+    if (a.count == 0) t.part = HEAD;
+    for (u32 i = thread_id(); i < a.count * sizeof(PersistentLayer) / 4; i += THREADS) {
+        ((u32 *)layers)[i] = ((const u32 *)a.layers)[i];
+    }
+    block_sync();
+    t.start_copies();
+    predecessor_wait();
+    float *hidden = a.hidden + (u64)a.row * a.width;
+    for (u32 l = 0; l < a.count; l++) {
+        t.qkv(l, hidden);
+        t.grid_barrier();
+        t.attend(l, a.rows + a.row);
+        t.grid_barrier();
+        t.project(l, hidden);
+        t.grid_barrier();
+        t.route(l, hidden);
+        t.routed = l + 1;
+        t.start_copies();
+        t.pairs(l);
+        t.grid_barrier();
+        t.down(l, hidden);
+        t.grid_barrier();
+    }
+    if (a.vocab) t.head(hidden);
+    copy_wait<0>();
+    // The last block leaves the counters ready for the next launch.
+    if (thread_id() == 0 && add_release(a.counters + 1, 1) + 1 == grid_x()) a.counters[0] = a.counters[1] = 0;
+}
+
+// registers: 128
+HZ_KERNEL(512, 1) persistent_v1_int4_f16(HZ_ARGS(PersistentArgs, a)) {
+    HZ_SHARED(shared);
+    token<INT4, F16, 5>(a, shared);
+}
+// registers: 128
+HZ_KERNEL(512, 1) persistent_v1_int4_q8(HZ_ARGS(PersistentArgs, a)) {
+    HZ_SHARED(shared);
+    token<INT4, Q8, 5>(a, shared);
+}
+// registers: 128
+HZ_KERNEL(512, 1) persistent_v1_f16_f16(HZ_ARGS(PersistentArgs, a)) {
+    HZ_SHARED(shared);
+    token<F16, F16, 5>(a, shared);
+}
+// registers: 128
+HZ_KERNEL(512, 1) persistent_v1_f16_q8(HZ_ARGS(PersistentArgs, a)) {
+    HZ_SHARED(shared);
+    token<F16, Q8, 5>(a, shared);
+}
