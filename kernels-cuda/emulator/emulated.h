@@ -158,6 +158,8 @@ HZ_DEVICE u32 add_release(u32 *p, u32 v) { return __atomic_fetch_add(p, v, __ATO
 HZ_DEVICE u32 load_host(const u32 *p) { return *(const volatile u32 *)p; }
 HZ_DEVICE u32x4 load_host_x4(const void *p) { return hz_load<u32x4>(p); }
 HZ_DEVICE void prefetch_line(const void *) {}
+HZ_DEVICE u32x4 load_cache_x4(const void *p) { return *(const u32x4 *)p; }
+HZ_DEVICE u64 clock_now() { return 0; }
 HZ_DEVICE void store_host(u32 *p, u32 v) { *(volatile u32 *)p = v; }
 HZ_DEVICE void pause() { hz::sleep_lane(); }
 

@@ -12,7 +12,7 @@ use horizon_core::roles::DenseRole;
 use horizon_core::spec::ModelSpec;
 
 use crate::arena::PinnedMemory;
-use crate::driver::{DriverError, SharedDriver, Stream};
+use crate::driver::{DevicePtr, DriverError, SharedDriver, Stream};
 use crate::launches::{Executor, Functions};
 use crate::model::CudaModel;
 use crate::shape::{NAME, Shape};
@@ -105,6 +105,7 @@ impl CudaBackend {
             pending: None,
             next_ticket: 0,
             host_logits,
+            profile: DevicePtr(0),
         };
         let table = model.builder().layer_table();
         // SAFETY: the buffer is made for this table, which lives until the stream has been synchronized.

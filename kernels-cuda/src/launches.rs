@@ -132,7 +132,7 @@ impl Functions {
         };
         for (function, shared) in [
             (functions.norm_linear, linear_shared(shape.hidden, TOKENS)),
-            (functions.append, shape.padded * 4 + 64),
+            (functions.append, append_shared(shape)),
             (functions.attend, attend_shared(shape)),
             (functions.project, project_shared(shape, TOKENS)),
             (functions.pair_linear, linear_shared(shape.hidden, TOKENS)),
@@ -161,15 +161,17 @@ fn linear_shared(columns: usize, tokens: usize) -> usize {
     tokens * activation_stride(columns) + 8 * 128 * 4 + 64
 }
 
+/// Shared memory of attention in `warps` warps: query, key, value; two floats a warp, four words; sums of each warp.
+fn attend_shared_of(shape: &Shape, warps: usize) -> usize {
+    (3 * shape.padded + 2 * warps + 4 + warps * (shape.padded + 2)) * 4
+}
+
+fn append_shared(shape: &Shape) -> usize {
+    (3 * shape.padded + 8) * 4
+}
+
 fn attend_shared(shape: &Shape) -> usize {
-    let lanes = match shape.padded {
-        0..=32 => 4,
-        33..=64 => 8,
-        65..=128 => 16,
-        _ => 32,
-    };
-    let groups = ATTEND_THREADS as usize / lanes;
-    (3 * shape.padded + 8 + groups * (shape.padded + 2)) * 4
+    attend_shared_of(shape, ATTEND_THREADS as usize / 32)
 }
 
 fn project_shared(shape: &Shape, tokens: usize) -> usize {
@@ -187,20 +189,14 @@ fn fused_shared(shape: &Shape) -> usize {
 /// Warps of the persistent kernel, and slots of each warp's ring.
 const PERSISTENT_WARPS: usize = 16;
 const PERSISTENT_SLOTS: usize = 5;
+/// Bytes of `Fixed` of the persistent kernel.
+const PERSISTENT_FIXED: usize = 3 * 256 + 16 + PERSISTENT_WARPS * 9 * 32;
 
 /// Shared memory of the persistent kernel: rings, layers, what is fixed, sums, and room for the part that needs most.
 fn persistent_shared(shape: &Shape, blocks: usize) -> usize {
     let rings = PERSISTENT_WARPS * PERSISTENT_SLOTS * (2048 + 256);
-    let fixed =
-        shape.layers * size_of::<PersistentLayer>() + 3 * 256 + 16 + 8 * PERSISTENT_WARPS * 64;
-    let lanes = match shape.padded {
-        0..=32 => 4,
-        33..=64 => 8,
-        65..=128 => 16,
-        _ => 32,
-    };
-    let attend =
-        (3 * shape.padded + PERSISTENT_WARPS + 4 + PERSISTENT_WARPS * 32 / lanes * (shape.padded + 2)) * 4;
+    let fixed = shape.layers * size_of::<PersistentLayer>() + PERSISTENT_FIXED + 8 * PERSISTENT_WARPS * 64;
+    let attend = attend_shared_of(shape, PERSISTENT_WARPS);
     let project = activation_stride(shape.attended()) + 8 * 16 * 2 * 4;
     let wide = shape.router_columns() + 1;
     let route = activation_stride(shape.hidden) + ((PERSISTENT_WARPS + 1) * wide + shape.experts()) * 4;
@@ -252,6 +248,8 @@ pub struct Places<'a> {
     pub slot_bytes: usize,
     /// `u32 [moe layers, experts]`: slot of each expert.
     pub slot_table: DevicePtr,
+    /// `u64 [layers, 16]` for the clocks of the persistent kernel, or null.
+    pub profile: DevicePtr,
 }
 
 /// Builds the launches of steps.
@@ -416,7 +414,7 @@ impl Builder<'_> {
                 self.functions.append,
                 grid,
                 ATTEND_THREADS,
-                shape.padded * 4 + 64,
+                append_shared(shape),
                 &args,
             ));
         }
@@ -683,7 +681,10 @@ impl Builder<'_> {
             eps: spec.rms_norm_eps,
             clip: a.clip_qkv.unwrap_or(0.0),
             scale,
-            most_width: u32_of(shape.dense_width),
+            shared_width: u32_of(shape.shared_width),
+            other_width: u32_of(shape.mlp_width),
+            unused: 0,
+            profile: p.profile,
         };
         let blocks = self.functions.multiprocessors;
         let shared = persistent_shared(shape, blocks as usize);

@@ -46,6 +46,8 @@ pub struct CudaModel {
     pub(crate) filled: Vec<usize>,
     pub(crate) pending: Option<Pending>,
     pub(crate) next_ticket: u64,
+    /// Where the persistent kernel leaves its clocks, for measurements.
+    pub profile: DevicePtr,
     /// Where logits land on the host.
     pub(crate) host_logits: PinnedMemory,
 }
@@ -78,6 +80,7 @@ impl CudaModel {
                 arena: slots.map_or(DevicePtr(0), |t| t.slot_memory()),
                 slot_bytes: slots.map_or(0, |t| t.slot_bytes()),
                 slot_table: slots.map_or(DevicePtr(0), |t| t.slot_table()),
+                profile: self.profile,
             },
             functions: &self.functions,
             executor: self.executor,

@@ -37,6 +37,10 @@ pub struct Shape {
     pub record: Option<RecordTiles>,
     /// Widest dense feed-forward or shared expert; 0: none.
     pub dense_width: usize,
+    /// Width of the shared expert; 0: none.
+    pub shared_width: usize,
+    /// Width of dense feed-forwards; 0: none.
+    pub mlp_width: usize,
     /// Form of the non-routed matrices.
     pub dense: TileEncoding,
     /// What the model is opened for.
@@ -67,10 +71,19 @@ impl Shape {
                 reason: "activations are f16 on this backend; --activations f32 needs --backend cpu".into(),
             });
         }
-        let dense_width = spec.layers.iter().map(|l| match &l.feed_forward {
-            FeedForward::Dense { width } => *width,
-            FeedForward::Moe(m) => m.shared.as_ref().map_or(0, |s| s.width),
-        });
+        let (mut shared_width, mut mlp_width) = (0, 0);
+        for layer in &spec.layers {
+            match &layer.feed_forward {
+                FeedForward::Dense { width } if mlp_width != 0 && mlp_width != *width => {
+                    return Err(BackendError::Unsupported {
+                        backend: NAME,
+                        reason: format!("dense layers of width {mlp_width} and of width {width}"),
+                    });
+                }
+                FeedForward::Dense { width } => mlp_width = *width,
+                FeedForward::Moe(m) => shared_width = m.shared.as_ref().map_or(0, |s| s.width),
+            }
+        }
         Ok(Self {
             hidden: spec.hidden,
             vocab: spec.vocab,
@@ -81,7 +94,9 @@ impl Shape {
             layers: spec.layers.len(),
             moe: spec.moe().cloned(),
             record: RecordLayout::new(spec, encoding).map(|l| RecordTiles::new(&l)),
-            dense_width: dense_width.max().unwrap_or(0),
+            dense_width: shared_width.max(mlp_width),
+            shared_width,
+            mlp_width,
             dense: match dense {
                 DenseFormat::F16 => TileEncoding::F16,
                 DenseFormat::Q8 => TileEncoding::Q8,

@@ -112,9 +112,9 @@ args! {
         shares: DevicePtr, inner: DevicePtr, dense_inner: DevicePtr, rotary: DevicePtr, head: DevicePtr,
         final_norm: DevicePtr, logits: DevicePtr, best: DevicePtr, chosen: DevicePtr, host_chosen: DevicePtr,
         attention_tap: DevicePtr, feed_forward_tap: DevicePtr, router_logits: DevicePtr, ids: DevicePtr,
-        weights: DevicePtr, count: u32, row: u32, width: u32, heads: u32, kv_heads: u32, head_dim: u32, padded: u32, context: u32,
+        weights: DevicePtr, profile: DevicePtr, count: u32, row: u32, width: u32, heads: u32, kv_heads: u32, head_dim: u32, padded: u32, context: u32,
         experts: u32, gates: u32, top_k: u32, expert_width: u32, block: u32, renormalize: u32, vocab: u32,
-        qk_norm: u32, eps: f32, clip: f32, scale: f32, most_width: u32,
+        qk_norm: u32, eps: f32, clip: f32, scale: f32, shared_width: u32, other_width: u32, unused: u32,
     }
     /// `layers/measure.cu`
     ReadArgs {

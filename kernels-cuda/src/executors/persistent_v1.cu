@@ -57,20 +57,35 @@ struct PersistentArgs {
     float *attention_tap, *feed_forward_tap, *router_logits;
     u32 *ids;
     float *weights;
+    u64 *profile;         // [layers, 16], or null: clocks of block 0 after each part
     u32 count, row, width, heads, kv_heads, head_dim, padded, context;
     u32 experts, gates, top_k, expert_width, block, renormalize, vocab, qk_norm;
     float eps, clip, scale;
-    u32 most_width;       // widest shared expert or dense feed-forward
+    u32 shared_width;     // of shared experts; 0: none
+    u32 other_width;      // of dense feed-forwards
+    u32 unused;
 };
 
 enum Part { QKV, PROJECT, SHARED_PAIRS, ROUTED_PAIRS, SHARED_DOWN, ROUTED_DOWN, HEAD, NOTHING };
+// Plans: one a part, and two more for layers whose dense feed-forward is of another width than the shared expert.
+static constexpr u32 OTHER_PAIRS = 7, OTHER_DOWN = 8, PLANS = 9;
 
-// What a warp reads of one tile: whole slots of codes with their scales.
+// What a warp reads of each of its tiles in a part: offsets in a tile, the same for all.
+struct Plan {
+    u32 items;        // tiles of this block, or units of this warp
+    u32 tile_bytes;
+    u32 codes, bytes; // its share
+    u32 scales, all_scales;
+    u32 scale_bytes;  // of a full slot
+    u32 column;       // first of its share
+};
+
+// What is copied next.
 struct Piece {
     const u8 *codes, *scales;
     u32 bytes;         // of codes, a multiple of 512
     u32 scale_bytes;   // of scales a full slot; 0: none
-    u32 all_scales;    // bytes of scales left in the row
+    u32 all_scales;    // bytes of scales left
 };
 
 // Shared memory that stays for the whole launch.
@@ -79,6 +94,7 @@ struct Fixed {
     float weights[64];
     float gate;
     u32 word, spare[2];
+    Plan plans[WARPS][PLANS];
 };
 
 template <int ENC> HZ_DEVICE constexpr u32 slot_columns() { return CODES / Span<ENC>::bytes * 64; }
@@ -97,30 +113,33 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
     // Slots: the next to fill, the next to read, and how many hold something.
     u32 fill = 0, take = 0, filled = 0;
     u32 barriers = 0;
+    // Routed pair units of this block.
+    u32 first_unit = 0, last_unit = 0;
 
-    // ------------------------------------------------------------------------------------------------ pieces
+    // ------------------------------------------------------------------------------------------------ plans
 
-    template <int ENC> HZ_DEVICE Piece share_of(const u8 *tile, u32 columns, u32 block_columns, u32 index, u32 shares) const {
+    template <int ENC> HZ_DEVICE Plan plan_of(u32 items, u32 columns, u32 block_columns, u32 index, u32 shares) const {
         u32 first, last;
         const u32 unit = scale_block<ENC>(block_columns);
         share_spans(columns, ENC == F16 ? 64 : max_u32(unit, 64), index, shares, first, last);
-        Piece p;
-        p.codes = tile + (u64)first * Span<ENC>::bytes;
+        Plan p;
+        p.items = items;
+        p.tile_bytes = tile_bytes<ENC>(columns, block_columns);
+        p.codes = first * Span<ENC>::bytes;
         p.bytes = last > first ? (last - first) * Span<ENC>::bytes : 0;
-        p.scale_bytes = p.all_scales = 0;
-        p.scales = nullptr;
+        p.scales = p.all_scales = p.scale_bytes = 0;
+        p.column = first * 64;
         if (ENC != F16) {
             const u32 begin = first * 64 / unit, end = min_u32(ceil_div(last * 64, unit), ceil_div(columns, unit));
-            p.scales = tile + (u64)ceil_div(columns, 64) * Span<ENC>::bytes + begin * 32;
+            p.scales = ceil_div(columns, 64) * Span<ENC>::bytes + begin * 32;
             p.scale_bytes = max_u32(slot_columns<ENC>() / unit, 1) * 32;
             p.all_scales = end > begin ? (end - begin) * 32 : 0;
         }
         return p;
     }
 
-    HZ_DEVICE Piece dense_share(const u8 *tiles, u32 tile, u32 columns) const {
-        return share_of<DENSE>(tiles + (u64)tile * tile_bytes<DENSE>(columns, 32), columns, 32, warp, WARPS);
-    }
+    // Of `tiles` tiles dealt to blocks in turn, those of this block.
+    HZ_DEVICE u32 mine(u32 tiles) const { return block < tiles ? (tiles - block - 1) / grid + 1 : 0; }
 
     // Routed pair units of this block: [first, last) of top_k * tiles, dealt evenly.
     HZ_DEVICE void routed_units(u32 &first, u32 &last) const {
@@ -128,72 +147,89 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         first = (u32)((u64)all * block / grid), last = (u32)((u64)all * (block + 1) / grid);
     }
 
-    // Items of a part for this warp; a block has the same number for each of its warps.
-    HZ_DEVICE u32 items(u32 of, u32 layer_index) const {
+    // Every plan of this warp, one a lane.
+    HZ_DEVICE void make_plans() {
         const u32 tiles_h = ceil_div(a.width, 16);
-        const u32 mine = block < tiles_h ? (tiles_h - block - 1) / grid + 1 : 0;
-        const PersistentLayer &l = layers[layer_index];
-        switch (of) {
-        case QKV: {
-            const u32 tiles = ceil_div((a.heads + 2 * a.kv_heads) * a.head_dim, 16);
-            return block < tiles ? (tiles - block - 1) / grid + 1 : 0;
+        Plan p = {0, 0, 0, 0, 0, 0, 0, 0};
+        switch (lane) {
+        case QKV:
+            p = plan_of<DENSE>(mine(ceil_div((a.heads + 2 * a.kv_heads) * a.head_dim, 16)), a.width, 32, warp, WARPS);
+            break;
+        case PROJECT: p = plan_of<DENSE>(mine(tiles_h), a.heads * a.head_dim, 32, warp, WARPS); break;
+        case SHARED_PAIRS:
+        case OTHER_PAIRS: {
+            const u32 width = lane == SHARED_PAIRS ? a.shared_width : a.other_width;
+            p = plan_of<DENSE>(mine(width / 8), a.width, 32, warp, WARPS);
+            break;
         }
-        case PROJECT: return mine;
-        case SHARED_PAIRS: {
-            const u32 tiles = l.width / 8;
-            return block < tiles ? (tiles - block - 1) / grid + 1 : 0;
+        case SHARED_DOWN:
+        case OTHER_DOWN: {
+            const u32 width = lane == SHARED_DOWN ? a.shared_width : a.other_width;
+            p = plan_of<DENSE>(width ? mine(tiles_h) : 0, width, 32, warp, WARPS);
+            break;
         }
-        case ROUTED_PAIRS: {
-            if (!l.slots) return 0;
-            u32 first, last;
-            routed_units(first, last);
-            return ceil_div(last - first, PAIR_UNITS);
-        }
-        case SHARED_DOWN: return l.width ? mine : 0;
-        case ROUTED_DOWN: return l.slots ? mine * ceil_div(a.top_k, WARPS) : 0;
-        case HEAD: {
-            const u32 tiles = ceil_div(a.vocab, 16);
-            return block < tiles ? (tiles - block - 1) / grid + 1 : 0;
-        }
-        }
-        return 0;
-    }
-
-    HZ_DEVICE const u8 *record(u32 rank) const {
-        return a.arena + fixed->slots[rank] * a.record_bytes;
-    }
-
-    // Experts at once in a down item, and warps that share one.
-    HZ_DEVICE u32 down_ranks(u32 pass) const { return min_u32(WARPS, a.top_k - pass * WARPS); }
-
-    HZ_DEVICE Piece piece(u32 of, u32 layer_index, u32 index) const {
-        const PersistentLayer &l = layers[layer_index];
-        const u32 tile = block + index * grid;
-        Piece none = {nullptr, nullptr, 0, 0, 0};
-        switch (of) {
-        case QKV: return dense_share(l.qkv, tile, a.width);
-        case PROJECT: return dense_share(l.output, tile, a.heads * a.head_dim);
-        case SHARED_PAIRS: return dense_share(l.pairs, tile, a.width);
-        case SHARED_DOWN: return dense_share(l.down, tile, l.width);
-        case HEAD: return dense_share(a.head, tile, a.width);
+        case HEAD: p = plan_of<DENSE>(a.vocab ? mine(ceil_div(a.vocab, 16)) : 0, a.width, 32, warp, WARPS); break;
         case ROUTED_PAIRS: {
             u32 first, last;
             routed_units(first, last);
-            const u32 unit = first + index * PAIR_UNITS + warp / PAIR_SHARES, tiles = a.expert_width / 8;
-            if (unit >= last) return none;
-            const u8 *at = record(unit / tiles) + (u64)(unit % tiles) * tile_bytes<EXPERT>(a.width, a.block);
-            return share_of<EXPERT>(at, a.width, a.block, warp % PAIR_SHARES, PAIR_SHARES);
+            p = plan_of<EXPERT>(ceil_div(last - first, PAIR_UNITS), a.width, a.block, warp % PAIR_SHARES, PAIR_SHARES);
+            break;
         }
         case ROUTED_DOWN: {
-            const u32 passes = ceil_div(a.top_k, WARPS), pass = index % passes;
-            const u32 ranks = down_ranks(pass), shares = WARPS / ranks;
-            if (warp / shares >= ranks) return none;
-            const u8 *at = record(pass * WARPS + warp / shares) + a.down +
-                           (u64)(block + index / passes * grid) * tile_bytes<EXPERT>(a.expert_width, a.block);
-            return share_of<EXPERT>(at, a.expert_width, a.block, warp % shares, shares);
+            const u32 ranks = down_ranks(0), shares = ranks ? WARPS / ranks : 1;
+            p = plan_of<EXPERT>(mine(tiles_h) * ceil_div(a.top_k, WARPS), a.expert_width, a.block, warp % shares, shares);
+            break;
         }
         }
-        return none;
+        if (lane < PLANS) fixed->plans[warp][lane] = p;
+        warp_sync();
+    }
+
+    HZ_DEVICE u32 plan_index(u32 of, u32 l) const {
+        if ((of == SHARED_PAIRS || of == SHARED_DOWN) && layers[l].width != a.shared_width) {
+            return of == SHARED_PAIRS ? OTHER_PAIRS : OTHER_DOWN;
+        }
+        return of;
+    }
+    HZ_DEVICE const Plan &plan(u32 of, u32 l) const { return fixed->plans[warp][plan_index(of, l)]; }
+
+    // Items of a part in a layer, the same for all warps of the block.
+    HZ_DEVICE u32 items(u32 of, u32 l) const {
+        if (of == SHARED_PAIRS || of == SHARED_DOWN) {
+            if (!layers[l].width) return 0;
+        } else if (of == ROUTED_PAIRS || of == ROUTED_DOWN) {
+            if (!layers[l].slots) return 0;
+        }
+        return plan(of, l).items;
+    }
+
+    // Experts at once in a down item.
+    HZ_DEVICE u32 down_ranks(u32 pass) const { return min_u32(WARPS, a.top_k - pass * WARPS); }
+
+    // Where the tile of an item begins; null where this warp has no share of it.
+    HZ_DEVICE const u8 *tile_of(u32 of, u32 l, u32 index, const Plan &p) const {
+        const PersistentLayer &w = layers[l];
+        const u64 tile = (u64)(block + index * grid) * p.tile_bytes;
+        switch (of) {
+        case QKV: return w.qkv + tile;
+        case PROJECT: return w.output + tile;
+        case SHARED_PAIRS: return w.pairs + tile;
+        case SHARED_DOWN: return w.down + tile;
+        case HEAD: return a.head + tile;
+        case ROUTED_PAIRS: {
+            const u32 unit = first_unit + index * PAIR_UNITS + warp / PAIR_SHARES, tiles = a.expert_width / 8;
+            if (unit >= last_unit) return nullptr;
+            return a.arena + fixed->slots[unit / tiles] * a.record_bytes + (u64)(unit % tiles) * p.tile_bytes;
+        }
+        case ROUTED_DOWN: {
+            const u32 passes = a.top_k > WARPS ? ceil_div(a.top_k, WARPS) : 1;
+            const u32 pass = passes == 1 ? 0 : index % passes, at = passes == 1 ? index : index / passes;
+            const u32 ranks = down_ranks(pass), rank = warp / (WARPS / ranks);
+            if (rank >= ranks) return nullptr;
+            return a.arena + fixed->slots[pass * WARPS + rank] * a.record_bytes + a.down + (u64)(block + at * grid) * p.tile_bytes;
+        }
+        }
+        return nullptr;
     }
 
     // ------------------------------------------------------------------------------------------------ the ring
@@ -204,7 +240,9 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
             if (part == NOTHING || (part == HEAD && !a.vocab)) return false;
             if (part == ROUTED_PAIRS && routed <= layer) return false;
             if (item < items(part, layer)) {
-                next = piece(part, layer, item++);
+                const Plan &p = plan(part, layer);
+                const u8 *tile = tile_of(part, layer, item++, p);
+                if (tile) next = {tile + p.codes, tile + p.scales, p.bytes, p.scale_bytes, p.all_scales};
                 continue;
             }
             item = 0;
@@ -290,21 +328,15 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         start_copy();
     }
 
-    // A piece times the activations.
+    // This warp's share of an item times the activations.
     template <int ENC>
-    HZ_DEVICE void products(const Piece &p, const u8 *activations, u32 columns, u32 block_columns, u32 first_column,
-                            float (&sum)[4]) {
+    HZ_DEVICE void products(const Plan &p, const u8 *activations, u32 columns, u32 block_columns, float (&sum)[4]) {
+        const u32 bytes = p.bytes, column = p.column;
 #pragma unroll 1
-        for (u32 done = 0; done < p.bytes; done += CODES) {
-            slot_products<ENC>(activations, first_column + done / Span<ENC>::bytes * 64, min_u32(p.bytes - done, CODES),
-                               columns, block_columns, sum);
+        for (u32 done = 0; done < bytes; done += CODES) {
+            slot_products<ENC>(activations, column + done / Span<ENC>::bytes * 64, min_u32(bytes - done, CODES), columns,
+                               block_columns, sum);
         }
-    }
-
-    template <int ENC> HZ_DEVICE u32 first_column(u32 columns, u32 block_columns, u32 index, u32 shares) const {
-        u32 first, last;
-        share_spans(columns, ENC == F16 ? 64 : max_u32(scale_block<ENC>(block_columns), 64), index, shares, first, last);
-        return first * 64;
     }
 
     // Column 0 of the sums of item `index` of a batch.
@@ -325,14 +357,12 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         block_sync();
         barriers++;
         if (thread_id() == 0) {
-            fence_device();
             add_release(a.counters, 1);
             while (load_acquire(a.counters) < barriers * grid) {
 #ifdef HZ_EMULATED
                 pause();
 #endif
             }
-            fence_device();
         }
         block_sync();
     }
@@ -346,8 +376,7 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
             const u32 here = min_u32(BATCH, count - base);
             for (u32 i = 0; i < here; i++) {
                 float sum[4] = {0, 0, 0, 0};
-                products<DENSE>(piece(of, l, base + i), activations, columns, 32,
-                                first_column<DENSE>(columns, 32, warp, WARPS), sum);
+                products<DENSE>(plan(of, l), activations, columns, 32, sum);
                 keep(i, sum);
             }
             block_sync();
@@ -404,8 +433,7 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
             const u32 here = min_u32(BATCH, count - base);
             for (u32 i = 0; i < here; i++) {
                 float sum[4] = {0, 0, 0, 0};
-                products<DENSE>(piece(PROJECT, l, base + i), room, columns, 32,
-                                first_column<DENSE>(columns, 32, warp, WARPS), sum);
+                products<DENSE>(plan(PROJECT, l), room, columns, 32, sum);
                 keep(i, sum);
             }
             block_sync();
@@ -524,16 +552,15 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
                 a.dense_inner[tile * 8 + row] = f32_to_f16(silu(added(i, 0, WARPS, row)) * added(i, 0, WARPS, row + 8));
             }
         });
-        const u32 count = items(ROUTED_PAIRS, l);
-        u32 first, last;
-        routed_units(first, last);
+        const u32 count = items(ROUTED_PAIRS, l), first = first_unit, last = last_unit;
         const u32 tiles = a.expert_width / 8;
         for (u32 base = 0; base < count; base += BATCH) {
             const u32 here = min_u32(BATCH, count - base);
             for (u32 i = 0; i < here; i++) {
                 float sum[4] = {0, 0, 0, 0};
-                products<EXPERT>(piece(ROUTED_PAIRS, l, base + i), room, a.width, a.block,
-                                 first_column<EXPERT>(a.width, a.block, warp % PAIR_SHARES, PAIR_SHARES), sum);
+                if (first + (base + i) * PAIR_UNITS + warp / PAIR_SHARES < last) {
+                    products<EXPERT>(plan(ROUTED_PAIRS, l), room, a.width, a.block, sum);
+                }
                 keep(i, sum);
             }
             block_sync();
@@ -570,9 +597,8 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
                     const u32 ranks = down_ranks(pass), shares = WARPS / ranks, rank = warp / shares;
                     float sum[4] = {0, 0, 0, 0};
                     if (rank < ranks) {
-                        products<EXPERT>(piece(ROUTED_DOWN, l, t * passes + pass), room + (pass * WARPS + rank) * stride,
-                                         a.expert_width, a.block,
-                                         first_column<EXPERT>(a.expert_width, a.block, warp % shares, shares), sum);
+                        products<EXPERT>(plan(ROUTED_DOWN, l), room + (pass * WARPS + rank) * stride, a.expert_width, a.block,
+                                         sum);
                     }
                     keep(0, sum);
                     block_sync();
@@ -626,24 +652,42 @@ template <int EXPERT, int DENSE, int SLOTS> HZ_DEVICE void token(const Persisten
     for (u32 i = thread_id(); i < a.count * sizeof(PersistentLayer) / 4; i += THREADS) {
         ((u32 *)layers)[i] = ((const u32 *)a.layers)[i];
     }
+    t.make_plans();
+    t.routed_units(t.first_unit, t.last_unit);
     block_sync();
     t.start_copies();
     predecessor_wait();
     float *hidden = a.hidden + (u64)a.row * a.width;
     for (u32 l = 0; l < a.count; l++) {
+        u32 mark = l * 16;
+        const auto clock = [&] {
+            if (a.profile && block_x() == 0 && thread_id() == 0) a.profile[mark++] = clock_now();
+        };
+        clock();
         t.qkv(l, hidden);
+        clock();
         t.grid_barrier();
+        clock();
         t.attend(l, a.rows + a.row);
+        clock();
         t.grid_barrier();
+        clock();
         t.project(l, hidden);
+        clock();
         t.grid_barrier();
+        clock();
         t.route(l, hidden);
+        clock();
         t.routed = l + 1;
         t.start_copies();
         t.pairs(l);
+        clock();
         t.grid_barrier();
+        clock();
         t.down(l, hidden);
+        clock();
         t.grid_barrier();
+        clock();
     }
     if (a.vocab) t.head(hidden);
     copy_wait<0>();

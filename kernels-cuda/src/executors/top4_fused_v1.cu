@@ -51,7 +51,6 @@ HZ_DEVICE u32 *row_counters(const FusedArgs &a, u32 row) {
 
 // The block has finished a unit: what it wrote is visible to whoever sees the count.
 HZ_DEVICE void post(u32 *counter) {
-    fence_device();
     block_sync();
     if (thread_id() == 0) add_release(counter, 1);
 }
@@ -215,7 +214,6 @@ template <int ENC, int DENSE> HZ_DEVICE void fused(const FusedArgs &a, u8 *share
     }
     // The last block leaves the counters ready for the next launch.
     if (thread_id() == 0) {
-        fence_device();
         if (add_release(a.counters + 1, 1) + 1 == grid_x()) {
             for (u32 r = 0; r < e.rows; r++) row_counters(a, r)[0] = row_counters(a, r)[1] = 0;
             a.counters[1] = 0;

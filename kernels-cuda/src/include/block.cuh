@@ -96,7 +96,7 @@ HZ_DEVICE float add_shares(const float *room, u32 first, u32 count, u32 row, u32
 // Whether this block is the last of `blocks` to arrive; then everything that the others wrote before is visible to it,
 // and the counter is ready for the next use. All threads of the block call it; `room` is one word of shared memory.
 HZ_DEVICE bool last_to_arrive(u32 *counter, u32 blocks, u32 *room) {
-    fence_device();
+    // The barrier orders the block's writes before the release, and the others' before the reads that follow it.
     block_sync();
     if (thread_id() == 0) {
         const bool last = add_release(counter, 1) + 1 == blocks;
@@ -107,7 +107,6 @@ HZ_DEVICE bool last_to_arrive(u32 *counter, u32 blocks, u32 *room) {
     const bool last = *room != 0;
     // The word may be used for something else from here on.
     block_sync();
-    fence_device();
     return last;
 }
 

@@ -138,6 +138,14 @@ HZ_DEVICE u32x4 load_shared_x4(const void *p) {
     return {v.x, v.y, v.z, v.w};
 }
 
+// Keys and values of earlier steps: nothing writes them while the kernel runs.
+HZ_DEVICE u32x4 load_cache_x4(const void *p) {
+    const uint4 v = *static_cast<const uint4 *>(p);
+    return {v.x, v.y, v.z, v.w};
+}
+// A clock of the multiprocessor.
+HZ_DEVICE u64 clock_now() { return (u64)clock64(); }
+
 HZ_DEVICE u32 atomic_add(u32 *p, u32 v) { return atomicAdd(p, v); }
 HZ_DEVICE u64 atomic_max(u64 *p, u64 v) { return atomicMax(p, v); }
 HZ_DEVICE void fence_device() { __threadfence(); }

@@ -6,21 +6,20 @@ static constexpr u32 WARPS = 4;
 static constexpr u32 MOST_SPLITS = 32, LEAST_POSITIONS = 32;
 
 // Keys and values of the step's rows into the cache, where rows of one sequence may see one another. Grid: rows, kv heads.
-// Shared memory: padded floats, then a float a warp.
+// Shared memory in floats: query, key and value [padded], then two floats a warp.
 // registers: 64
 HZ_KERNEL(128, 4) append_kv(HZ_ARGS(AttendArgs, a)) {
     HZ_SHARED(shared);
-    float *key = (float *)shared, *room = key + a.padded;
+    float *query = (float *)shared, *key = query + a.padded, *value = key + a.padded;
     successor_start();
     predecessor_wait();
     const Row row = a.rows[block_x()];
     const float *qkv = a.qkv + (u64)block_x() * (a.heads + 2 * a.kv_heads) * a.head_dim;
-    const float *keys = qkv + a.heads * a.head_dim, *values = keys + a.kv_heads * a.head_dim;
-    prepare_head(a, keys, a.kv_heads, block_y(), a.k_norm, row.position, key, room);
-    block_sync();
+    const u32 head = block_y() * (a.heads / a.kv_heads);
+    prepare_all<6>(a, qkv, head, block_y(), row.position, true, query, value + a.padded);
     for (u32 i = thread_id(); i < a.padded; i += block_threads()) {
         cache_row(a, row.sequence, block_y(), 0, row.position)[i] = f32_to_f16(key[i]);
-        cache_row(a, row.sequence, block_y(), 1, row.position)[i] = f32_to_f16(new_value(a, values, block_y(), i));
+        cache_row(a, row.sequence, block_y(), 1, row.position)[i] = f32_to_f16(value[i]);
     }
 }
 

@@ -206,6 +206,42 @@ fn repeats(model: &mut CudaModel, experts: &Arc<dyn ExpertProvider>, start: usiz
     Ok(same as f64 / all as f64)
 }
 
+/// Where the time of the persistent kernel goes: medians over layers of the clocks of one multiprocessor.
+fn profile(model: &mut CudaModel, driver: &SharedDriver, step: &StepShape) -> Result<(), String> {
+    const PARTS: [&str; 12] = [
+        "qkv", "barrier", "attend", "barrier", "project", "barrier", "route", "pairs", "barrier", "down",
+        "barrier", "all",
+    ];
+    let text = |e: DriverError| e.to_string();
+    let layers = model.shape().layers;
+    let buffer = driver.allocate(layers * 128, "a measurement").map_err(text)?;
+    model.profile = buffer;
+    let launches: Vec<Launch> = model.launches(step, &[0]).into_iter().map(|l| l.launch).collect();
+    model.profile = horizon_kernels_cuda::driver::DevicePtr(0);
+    graph_ms(driver.as_ref(), model.stream(), &launches, 5).map_err(text)?;
+    let mut clocks = vec![0u64; layers * 16];
+    // SAFETY: the buffer is that long, and the stream is synchronized before the clocks are read.
+    #[expect(unsafe_code, reason = "a copy between raw addresses")]
+    unsafe {
+        driver
+            .copy_to_host(model.stream(), clocks.as_mut_ptr().cast(), buffer, layers * 128)
+            .map_err(text)?;
+    }
+    driver.synchronize(model.stream()).map_err(text)?;
+    driver.free(buffer);
+    let mut line = String::from("  cycles a layer:");
+    for (i, part) in PARTS.iter().enumerate() {
+        let of = |layer: &[u64]| match part {
+            &"all" => layer[11] - layer[0],
+            _ => layer[i + 1] - layer[i],
+        };
+        let all = clocks.chunks_exact(16).map(|l| of(l) as f64).collect();
+        line += &format!(" {part} {:.0}", median(all));
+    }
+    println!("{line}");
+    Ok(())
+}
+
 /// Times a model: each kernel, the step as a graph, and the step as a user meets it.
 pub fn model(
     driver: &SharedDriver,
@@ -264,6 +300,9 @@ pub fn model(
         ms * 1e3,
         launches.len()
     );
+    if executor == Executor::PersistentV1 {
+        profile(&mut model, driver, &step)?;
+    }
     let mut names: Vec<&str> = launches.iter().map(|l| l.name).collect();
     names.sort_unstable();
     names.dedup();
