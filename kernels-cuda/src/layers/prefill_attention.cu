@@ -223,7 +223,8 @@ template <u32 GROUPS> struct Flash {
     }
 
     HZ_DEVICE void run() {
-        const u32 first = block_x() * ROWS, rows = min_u32(ROWS, a.tokens - first);
+        // The last rows of a prompt see the most keys: they start first.
+        const u32 first = (grid_x() - 1 - block_x()) * ROWS, rows = min_u32(ROWS, a.tokens - first);
         stage_rows(first, rows);
 #pragma unroll
         for (u32 n = 0; n < GROUPS * 4; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0;

@@ -376,12 +376,13 @@ fn spreads(bench: &Bench) {
     let l = layer(bench, &mut random, (40, 24), 6, encoding);
     for (rows, top_k, spread) in [
         (1, 1, Spread::Random),
+        (64, 2, Spread::Same),
         (130, 3, Spread::Same),
         (70, 2, Spread::Lone),
         (9, 6, Spread::Random),
     ] {
         let s = step(&mut random, &l, rows, top_k, spread, 2);
-        let form = if rows > 100 {
+        let form = if rows >= 64 {
             GroupedForm::Wide
         } else {
             s.groups.form()
