@@ -199,7 +199,7 @@ fn persistent_shared(shape: &Shape, blocks: usize) -> usize {
     let attend = attend_shared_of(shape, PERSISTENT_WARPS);
     let project = activation_stride(shape.attended()) + 8 * 16 * 2 * 4;
     let wide = shape.router_columns() + 1;
-    let route = activation_stride(shape.hidden) + ((PERSISTENT_WARPS + 1) * wide + shape.experts()) * 4;
+    let route = activation_stride(shape.hidden) + ((PERSISTENT_WARPS + 1) * wide + 2 * shape.experts()) * 4;
     let down = shape.top_k() * activation_stride(shape.width())
         + activation_stride(shape.dense_width)
         + shape.hidden_tiles().div_ceil(blocks) * 64;

@@ -15,6 +15,7 @@
 // and after the last layer HEAD. Work is dealt to blocks by index, so that which block computes a tile depends on the card,
 // but no bit of the tile does.
 #include "attention.cuh"
+#include "router.cuh"
 
 static constexpr u32 WARPS = 16, THREADS = WARPS * 32;
 // Bytes of a slot: codes, then scales.
@@ -57,7 +58,7 @@ struct PersistentArgs {
     float *attention_tap, *feed_forward_tap, *router_logits;
     u32 *ids;
     float *weights;
-    u64 *profile;         // [layers, 16], or null: clocks of block 0 after each part
+    u64 *profile;         // [layers, 5, 2], or null: clocks of block 0 before and after each part
     u32 count, row, width, heads, kv_heads, head_dim, padded, context;
     u32 experts, gates, top_k, expert_width, block, renormalize, vocab, qk_norm;
     float eps, clip, scale;
@@ -115,6 +116,8 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
     u32 barriers = 0;
     // Routed pair units of this block.
     u32 first_unit = 0, last_unit = 0;
+    // The best logit of this thread.
+    u64 best = 0;
 
     // ------------------------------------------------------------------------------------------------ plans
 
@@ -280,43 +283,49 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         for (u32 i = 0; i < room_left; i++) start_copy();
     }
 
-    // One slot times the activations: products in the order of the columns, into sum.
+    // One slot times the activations: products in the order of the columns, into sum. `shift`: log2 of a scale block.
     template <int ENC>
-    HZ_DEVICE void slot_products(const u8 *activations, u32 column, u32 bytes, u32 columns, u32 block_columns, float (&sum)[4]) {
+    HZ_DEVICE void slot_products(const u8 *activations, u32 column, u32 bytes, u32 columns, u32 shift, float (&sum)[4]) {
         copy_wait<SLOTS - 1>();
         if (ENC != F16) warp_sync();
         const u8 *slot = ring + take * SLOT;
-        const u32 unit = scale_block<ENC>(block_columns);
         constexpr int SPANS = CODES / Span<ENC>::bytes;
+        const u8 *scales = slot + CODES + lane / 4 * 4;
         float part_sum[4] = {0, 0, 0, 0};
-        u32 scale = 0;
+        u32x4 raw[4];
+        if (bytes == CODES) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) raw[i] = *(const u32x4 *)(slot + i * 512 + lane * 16);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                raw[i] = {0, 0, 0, 0};
+                if ((u32)i * 512 < bytes) raw[i] = *(const u32x4 *)(slot + i * 512 + lane * 16);
+            }
+        }
 #pragma unroll
         for (int s = 0; s < SPANS; s++) {
-            if ((u32)s * Span<ENC>::bytes >= bytes) break;
-            u32x4 raw[Span<ENC>::loads];
+            if ((u32)s * Span<ENC>::bytes < bytes) {
 #pragma unroll
-            for (u32 i = 0; i < Span<ENC>::loads; i++) {
-                raw[i] = *(const u32x4 *)(slot + s * Span<ENC>::bytes + i * 512 + lane * 16);
-            }
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const u32 at = column + s * 64 + half * 32;
-                const u32x4 x = activation_fragment(activations, 0, at, lane, 1);
-                u32 f[4];
-                weight_fragment<ENC>(raw, half * 2, f);
-                mma_16x8x16(ENC == F16 ? sum : part_sum, f, x.x, x.y);
-                weight_fragment<ENC>(raw, half * 2 + 1, f);
-                mma_16x8x16(ENC == F16 ? sum : part_sum, f, x.z, x.w);
-                if constexpr (ENC != F16) {
-                    const bool last = half == 1 && (u32)(s + 1) * Span<ENC>::bytes >= bytes;
-                    if ((at + 32) % unit == 0 || last) {
-                        if (at / unit * unit < columns) {
-                            const RowScales d = row_scales(*(const u32 *)(slot + CODES + scale * 32 + lane / 4 * 4));
-                            sum[0] = f32_fma(d.low, part_sum[0], sum[0]);
-                            sum[2] = f32_fma(d.high, part_sum[2], sum[2]);
+                for (int half = 0; half < 2; half++) {
+                    const u32 at = column + s * 64 + half * 32;
+                    const u32x4 x = activation_fragment(activations, 0, at, lane, 1);
+                    u32 f[4];
+                    weight_fragment<ENC>(raw + s * Span<ENC>::loads, half * 2, f);
+                    mma_16x8x16(ENC == F16 ? sum : part_sum, f, x.x, x.y);
+                    weight_fragment<ENC>(raw + s * Span<ENC>::loads, half * 2 + 1, f);
+                    mma_16x8x16(ENC == F16 ? sum : part_sum, f, x.z, x.w);
+                    if constexpr (ENC != F16) {
+                        const bool last = half == 1 && (u32)(s + 1) * Span<ENC>::bytes >= bytes;
+                        if (ENC == Q8 || last || ((at + 32) & ((1u << shift) - 1)) == 0) {
+                            if (at >> shift << shift < columns) {
+                                const RowScales d = row_scales(*(const u32 *)scales);
+                                sum[0] = f32_fma(d.low, part_sum[0], sum[0]);
+                                sum[2] = f32_fma(d.high, part_sum[2], sum[2]);
+                            }
+                            scales += 32;
+                            part_sum[0] = part_sum[1] = part_sum[2] = part_sum[3] = 0;
                         }
-                        scale++;
-                        part_sum[0] = part_sum[1] = part_sum[2] = part_sum[3] = 0;
                     }
                 }
             }
@@ -331,11 +340,11 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
     // This warp's share of an item times the activations.
     template <int ENC>
     HZ_DEVICE void products(const Plan &p, const u8 *activations, u32 columns, u32 block_columns, float (&sum)[4]) {
-        const u32 bytes = p.bytes, column = p.column;
+        const u32 bytes = p.bytes, column = p.column, shift = ENC == F16 ? 6 : log2_of(scale_block<ENC>(block_columns));
 #pragma unroll 1
         for (u32 done = 0; done < bytes; done += CODES) {
             slot_products<ENC>(activations, column + done / Span<ENC>::bytes * 64, min_u32(bytes - done, CODES), columns,
-                               block_columns, sum);
+                               shift, sum);
         }
     }
 
@@ -345,8 +354,10 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         if (lane % 4 == 0) mine[lane / 4] = sum[0], mine[lane / 4 + 8] = sum[2];
     }
     HZ_DEVICE float added(u32 index, u32 first, u32 count, u32 row) const {
+        const float *from = sums + (index * WARPS + first) * 16 + row;
         float sum = 0;
-        for (u32 w = first; w < first + count; w++) sum += sums[(index * WARPS + w) * 16 + row];
+#pragma unroll 4
+        for (u32 w = 0; w < count; w++) sum += from[w * 16];
         return sum;
     }
 
@@ -368,36 +379,139 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
     }
 
     // ------------------------------------------------------------------------------------------------ parts
+    //
+    // Each product has one place in the code, whatever the part: a multiprocessor holds little of a long program.
 
-    // Tiles of a non-routed matrix, BATCH at a time; `done(tile, row, sum)` by 16 threads a tile.
-    template <class Done> HZ_DEVICE void dense_tiles(u32 of, u32 l, const u8 *activations, u32 columns, Done done) {
+    // The end of a tile of a non-routed matrix: sixteen threads, one a row with its sum; `up` is the sum eight rows on.
+    HZ_DEVICE void dense_end(u32 of, u32 l, u32 tile, u32 row, u32 i, float y, float up, float *hidden, float *scaled,
+                             float *kept_dense) {
+        const PersistentLayer &w = layers[l];
+        const u32 output = tile * 16 + row;
+        switch (of) {
+        case SHARED_PAIRS:
+            if (row < 8) a.dense_inner[tile * 8 + row] = f32_to_f16(silu(y) * up);
+            break;
+        case QKV:
+            if (output < (a.heads + 2 * a.kv_heads) * a.head_dim) {
+                if (w.qkv_bias) y += f16_to_f32(w.qkv_bias[output]);
+                a.qkv[output] = y;
+            }
+            break;
+        case PROJECT: {
+            float normed = 0, square = 0;
+            if (output < a.width) {
+                if (w.output_bias) y += f16_to_f32(w.output_bias[output]);
+                if (a.attention_tap) a.attention_tap[output] = y;
+                const float h = load_shared_f32(hidden + output) + y;
+                hidden[output] = h;
+                normed = f32_mul(h, f16_to_f32(w.norm[output])), square = f32_mul(h, h);
+            }
+            scaled[i * 16 + row] = normed, scaled[(BATCH + i) * 16 + row] = square;
+            break;
+        }
+        case SHARED_DOWN: kept_dense[(tile - block) / grid * 16 + row] = y; break;
+        case HEAD:
+            if (output < a.vocab) {
+                a.logits[output] = y;
+                const u64 key = order_key(y, output);
+                best = key > best ? key : best;
+            }
+            break;
+        }
+    }
+
+    // The shares of the router by the tiles of a batch.
+    HZ_DEVICE void router_shares(u32 l, u32 base, u32 here, const float *scaled) {
+        const PersistentLayer &w = layers[l];
+        const u32 count = w.slots ? a.experts + a.gates : 0, wide = count + 1;
+        for (u32 n = thread_id(); n < wide * here; n += THREADS) {
+            const u32 t = n / wide, e = n - t * wide, tile = block + (base + t) * grid;
+            a.shares[(u64)tile * wide + e] = router_share(w.router + (u64)tile * 16 * count, min_u32(16, a.width - tile * 16),
+                                                          count, e, scaled + t * 16, scaled + (BATCH + t) * 16, 1);
+        }
+        block_sync();
+    }
+
+    // Tiles of a non-routed matrix, BATCH at a time.
+    HZ_DEVICE void dense_part(u32 of, u32 l, const u8 *activations, u32 columns, float *hidden, float *scaled) {
         const u32 count = items(of, l);
+        const Plan &p = plan(of, l);
+#pragma unroll 1
         for (u32 base = 0; base < count; base += BATCH) {
             const u32 here = min_u32(BATCH, count - base);
+#pragma unroll 1
             for (u32 i = 0; i < here; i++) {
                 float sum[4] = {0, 0, 0, 0};
-                products<DENSE>(plan(of, l), activations, columns, 32, sum);
+                products<DENSE>(p, activations, columns, 32, sum);
                 keep(i, sum);
             }
             block_sync();
             const u32 i = thread_id() / 16, row = thread_id() % 16;
-            if (i < here) done(block + (base + i) * grid, row, i);
+            float y = i < here ? added(i, 0, WARPS, row) : 0.0f;
+            const float up = shuffle(y, (lane + 8) % 32);
+            if (i < here) dense_end(of, l, block + (base + i) * grid, row, i, y, up, hidden, scaled, scaled);
+            block_sync();
+            if (of == PROJECT) router_shares(l, base, here, scaled);
+        }
+    }
+
+    // Units of routed experts: pairs BATCH at a time; down one at a time, all of a token's experts at once.
+    HZ_DEVICE void routed_part(u32 of, u32 l, const u8 *activations, float *hidden, const float *kept_dense) {
+        const PersistentLayer &w = layers[l];
+        const bool down = of == ROUTED_DOWN;
+        const u32 count = items(of, l), most = down ? 1 : BATCH, columns = down ? a.expert_width : a.width;
+        const u32 passes = a.top_k > WARPS ? ceil_div(a.top_k, WARPS) : 1, tiles = a.expert_width / 8;
+        const Plan &p = plan(of, l);
+        float total = 0;
+#pragma unroll 1
+        for (u32 base = 0; base < count; base += most) {
+            const u32 here = min_u32(most, count - base), pass = passes == 1 ? 0 : base % passes;
+            const u32 ranks = down_ranks(pass), shares = WARPS / ranks, rank = warp / shares;
+#pragma unroll 1
+            for (u32 i = 0; i < here; i++) {
+                float sum[4] = {0, 0, 0, 0};
+                const bool mine_too = down ? rank < ranks : first_unit + (base + i) * PAIR_UNITS + warp / PAIR_SHARES < last_unit;
+                if (mine_too) {
+                    const u8 *x = activations + (down ? (pass * WARPS + rank) * activation_stride(columns) : 0);
+                    products<EXPERT>(p, x, columns, a.block, sum);
+                }
+                keep(i, sum);
+            }
+            block_sync();
+            if (down) {
+                if (thread_id() < 16) {
+                    if (pass == 0) total = 0;
+#pragma unroll 4
+                    for (u32 k = 0; k < ranks; k++) {
+                        total = f32_fma(fixed->weights[pass * WARPS + k], added(0, k * shares, shares, thread_id()), total);
+                    }
+                    const u32 at = passes == 1 ? base : base / passes, output = (block + at * grid) * 16 + thread_id();
+                    if (pass + 1 == passes && output < a.width) {
+                        if (w.width) total = f32_fma(fixed->gate, kept_dense[at * 16 + thread_id()], total);
+                        add_output(hidden, output, total);
+                    }
+                }
+            } else {
+                // Sixteen threads a unit, one a row; a gate finds its factor eight lanes on.
+#pragma unroll 1
+                for (u32 n = thread_id(); n < ceil_div(here * PAIR_UNITS * 16, THREADS) * THREADS; n += THREADS) {
+                    const u32 i = n / (PAIR_UNITS * 16), u = n / 16 % PAIR_UNITS, row = n % 16;
+                    const u32 unit = first_unit + (base + i) * PAIR_UNITS + u;
+                    const bool there = i < here && unit < last_unit;
+                    const float y = there ? added(i, u * PAIR_SHARES, PAIR_SHARES, row) : 0.0f;
+                    const float up = shuffle(y, (lane + 8) % 32);
+                    if (there && row < 8) {
+                        a.inner[(u64)(unit / tiles) * a.expert_width + unit % tiles * 8 + row] = f32_to_f16(silu(y) * up);
+                    }
+                }
+            }
             block_sync();
         }
     }
 
-    HZ_DEVICE void qkv(u32 l, const float *hidden) {
-        const PersistentLayer &w = layers[l];
-        load_normed(room, hidden, w.attention_norm, a.eps, 0, 1, a.width, sums);
-        block_sync();
-        const u32 outputs = (a.heads + 2 * a.kv_heads) * a.head_dim;
-        dense_tiles(QKV, l, room, a.width, [&](u32 tile, u32 row, u32 i) {
-            const u32 output = tile * 16 + row;
-            if (output >= outputs) return;
-            float y = added(i, 0, WARPS, row);
-            if (w.qkv_bias) y += f16_to_f32(w.qkv_bias[output]);
-            a.qkv[output] = y;
-        });
+    HZ_DEVICE void add_output(float *hidden, u32 output, float value) {
+        if (a.feed_forward_tap) a.feed_forward_tap[output] = value;
+        hidden[output] = load_shared_f32(hidden + output) + value;
     }
 
     HZ_DEVICE void attend(u32 l, const Row *row_of) {
@@ -409,58 +523,10 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         t.window = w.window, t.norm = a.qk_norm, t.appended = 0, t.eps = a.eps, t.clip = a.clip, t.scale = a.scale;
         for (u32 unit = block; unit < a.heads * MOST_SPLITS; unit += grid) {
             const u32 head = unit % a.heads, split = unit / a.heads;
-            if (a.padded <= 32) {
-                attend_head<4, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
-            } else if (a.padded <= 64) {
-                attend_head<8, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
-            } else if (a.padded <= 128) {
+            if (a.padded <= 128) {
                 attend_head<16, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
             } else {
                 attend_head<32, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
-            }
-            block_sync();
-        }
-    }
-
-    HZ_DEVICE void project(u32 l, float *hidden) {
-        const PersistentLayer &w = layers[l];
-        const u32 columns = a.heads * a.head_dim, products_all = w.slots ? a.experts + a.gates : 0, wide = products_all + 1;
-        load_activations(room, a.attended, 0, 1, columns);
-        block_sync();
-        float *scaled = (float *)(room + activation_stride(columns)), *squares = scaled + BATCH * 16;
-        const u32 count = items(PROJECT, l);
-        for (u32 base = 0; base < count; base += BATCH) {
-            const u32 here = min_u32(BATCH, count - base);
-            for (u32 i = 0; i < here; i++) {
-                float sum[4] = {0, 0, 0, 0};
-                products<DENSE>(plan(PROJECT, l), room, columns, 32, sum);
-                keep(i, sum);
-            }
-            block_sync();
-            const u32 i = thread_id() / 16, row = thread_id() % 16, output = (block + (base + i) * grid) * 16 + row;
-            if (i < here) {
-                float normed = 0, square = 0;
-                if (output < a.width) {
-                    float y = added(i, 0, WARPS, row);
-                    if (w.output_bias) y += f16_to_f32(w.output_bias[output]);
-                    if (a.attention_tap) a.attention_tap[output] = y;
-                    const float h = load_shared_f32(hidden + output) + y;
-                    hidden[output] = h;
-                    normed = f32_mul(h, f16_to_f32(w.norm[output])), square = f32_mul(h, h);
-                }
-                scaled[i * 16 + row] = normed, squares[i * 16 + row] = square;
-            }
-            block_sync();
-            for (u32 n = thread_id(); n < wide * here; n += THREADS) {
-                const u32 e = n % wide, t = n / wide, tile = block + (base + t) * grid;
-                const u32 outputs = min_u32(16, a.width - tile * 16);
-                float v = 0;
-                for (u32 j = 0; j < outputs; j++) {
-                    v = e < products_all ? f32_fma(scaled[t * 16 + j],
-                                                   f16_to_f32(w.router[(u64)(tile * 16 + j) * products_all + e]), v)
-                                         : v + squares[t * 16 + j];
-                }
-                a.shares[(u64)tile * wide + e] = v;
             }
             block_sync();
         }
@@ -472,171 +538,168 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         const u32 products_all = w.slots ? a.experts + a.gates : 0, wide = products_all + 1, tiles = ceil_div(a.width, 16);
         float *parts = (float *)(room + activation_stride(a.width)), *totals = parts + WARPS * wide;
         float *probability = totals + wide;
-        for (u32 e = lane; e < wide; e += 32) {
-            float sum = 0;
+        // The residual stream and the slots of the layer's experts, while the shares are on their way.
+        const u32 words = ceil_div(a.width, 64) * 16;
+        u32x4 own = {0, 0, 0, 0};
+        u32x2 norm = {0, 0};
+        if (thread_id() * 4 < a.width) {
+            own = load_shared_x4(hidden + thread_id() * 4), norm = *(const u32x2 *)(w.norm + thread_id() * 4);
+        }
+        u32 *slots = (u32 *)(probability + a.experts);
+        for (u32 e = thread_id(); w.slots && e < a.experts; e += THREADS) slots[e] = load_shared_u32(w.slots + e);
+        for (u32 e = lane; e < wide; e += 64) {
+            float sums[2] = {0, 0};
             for (u32 tile = warp; tile < tiles; tile += WARPS * 8) {
-                float v[8];
+                float v[2][8];
 #pragma unroll
                 for (u32 u = 0; u < 8; u++) {
                     const u32 at = tile + u * WARPS;
-                    v[u] = at < tiles ? load_shared_f32(a.shares + (u64)at * wide + e) : 0.0f;
+#pragma unroll
+                    for (u32 h = 0; h < 2; h++) {
+                        const bool there = at < tiles && e + h * 32 < wide;
+                        v[h][u] = there ? load_shared_f32(a.shares + (u64)at * wide + e + h * 32) : 0.0f;
+                    }
                 }
 #pragma unroll
-                for (u32 u = 0; u < 8; u++) sum += v[u];
+                for (u32 u = 0; u < 8; u++) sums[0] += v[0][u], sums[1] += v[1][u];
             }
-            parts[warp * wide + e] = sum;
+            parts[warp * wide + e] = sums[0];
+            if (e + 32 < wide) parts[warp * wide + e + 32] = sums[1];
         }
         block_sync();
         for (u32 e = thread_id(); e < wide; e += THREADS) {
             float sum = 0;
+#pragma unroll
             for (u32 p = 0; p < WARPS; p++) sum += parts[p * wide + e];
             totals[e] = sum;
         }
         block_sync();
         const float inverse = inverse_rms(totals[products_all], a.width, a.eps);
-        if (warp == 0 && w.slots) {
-            float most = NEGATIVE_INFINITY, sum = 0;
-            for (u32 e = lane; e < a.experts; e += 32) most = f32_max(most, f32_mul(totals[e], inverse));
-            for (u32 lanes = 16; lanes > 0; lanes /= 2) most = f32_max(most, shuffle_xor(most, lanes));
-            for (u32 e = lane; e < a.experts; e += 32) {
-                const float p = f32_exp(f32_mul(totals[e], inverse) - most);
-                probability[e] = p;
-                sum += p;
-            }
-            sum = warp_sum(sum);
-            for (u32 e = lane; e < a.experts; e += 32) probability[e] = f32_div(probability[e], sum);
-            warp_sync();
-            for (u32 e = lane; e < a.experts; e += 32) {
-                const float p = probability[e];
-                u32 rank = 0;
-                for (u32 other = 0; other < a.experts; other++) {
-                    const float q = probability[other];
-                    rank += q > p || (q == p && other < e);
-                }
-                if (rank < a.top_k) fixed->ids[rank] = e, fixed->slots[rank] = load_shared_u32(w.slots + e), fixed->weights[rank] = p;
-            }
-            warp_sync();
-            if (lane == 0) {
+        if (thread_id() < words) *(u32x2 *)(room + thread_id() * 8) = normed_x4(own, norm, inverse);
+        for (u32 i = thread_id() + THREADS; i < words; i += THREADS) {
+            u32x2 out = {0, 0};
+            if (i * 4 < a.width) out = normed_x4(load_shared_x4(hidden + i * 4), *(const u32x2 *)(w.norm + i * 4), inverse);
+            *(u32x2 *)(room + i * 8) = out;
+        }
+        if (w.slots) {
+            choose(totals, inverse, a.experts, a.top_k, probability, fixed->ids, fixed->weights);
+            if (thread_id() < a.top_k) fixed->slots[thread_id()] = slots[fixed->ids[thread_id()]];
+            if (thread_id() == 0) {
                 if (a.renormalize) {
                     float all = 0;
                     for (u32 k = 0; k < a.top_k; k++) all += fixed->weights[k];
                     for (u32 k = 0; k < a.top_k; k++) fixed->weights[k] = f32_div(fixed->weights[k], all);
                 }
-                for (u32 k = 0; a.ids && block == 0 && k < a.top_k; k++) {
-                    a.ids[k] = fixed->ids[k], a.weights[k] = fixed->weights[k];
-                }
-                for (u32 e = 0; a.ids && block == 0 && e < a.experts; e++) a.router_logits[e] = f32_mul(totals[e], inverse);
                 fixed->gate = a.gates ? sigmoid(f32_mul(totals[a.experts], inverse)) : 1.0f;
             }
-        } else if (warp > 0) {
-            const u32 words = ceil_div(a.width, 64) * 16;
-            for (u32 i = thread_id() - 32; i < words; i += THREADS - 32) {
-                u32x2 out = {0, 0};
-                if (i * 4 < a.width) {
-                    const u32x4 v = load_shared_x4(hidden + i * 4);
-                    const u32x2 n = *(const u32x2 *)(w.norm + i * 4);
-                    out.x = f16x2(f32_mul(f32_mul(f32_from_bits(v.x), inverse), f16_to_f32((u16)n.x)),
-                                  f32_mul(f32_mul(f32_from_bits(v.y), inverse), f16_to_f32((u16)(n.x >> 16))));
-                    out.y = f16x2(f32_mul(f32_mul(f32_from_bits(v.z), inverse), f16_to_f32((u16)n.y)),
-                                  f32_mul(f32_mul(f32_from_bits(v.w), inverse), f16_to_f32((u16)(n.y >> 16))));
-                }
-                *(u32x2 *)(room + i * 8) = out;
-            }
         }
         block_sync();
-    }
-
-    HZ_DEVICE void pairs(u32 l) {
-        dense_tiles(SHARED_PAIRS, l, room, a.width, [&](u32 tile, u32 row, u32 i) {
-            if (row < 8) {
-                a.dense_inner[tile * 8 + row] = f32_to_f16(silu(added(i, 0, WARPS, row)) * added(i, 0, WARPS, row + 8));
-            }
-        });
-        const u32 count = items(ROUTED_PAIRS, l), first = first_unit, last = last_unit;
-        const u32 tiles = a.expert_width / 8;
-        for (u32 base = 0; base < count; base += BATCH) {
-            const u32 here = min_u32(BATCH, count - base);
-            for (u32 i = 0; i < here; i++) {
-                float sum[4] = {0, 0, 0, 0};
-                if (first + (base + i) * PAIR_UNITS + warp / PAIR_SHARES < last) {
-                    products<EXPERT>(plan(ROUTED_PAIRS, l), room, a.width, a.block, sum);
-                }
-                keep(i, sum);
-            }
-            block_sync();
-            for (u32 n = thread_id(); n < here * PAIR_UNITS * 8; n += THREADS) {
-                const u32 i = n / (PAIR_UNITS * 8), u = n / 8 % PAIR_UNITS, g = n % 8;
-                const u32 unit = first + (base + i) * PAIR_UNITS + u;
-                if (unit < last) {
-                    const float gate = added(i, u * PAIR_SHARES, PAIR_SHARES, g);
-                    const float up = added(i, u * PAIR_SHARES, PAIR_SHARES, g + 8);
-                    a.inner[(u64)(unit / tiles) * a.expert_width + unit % tiles * 8 + g] = f32_to_f16(silu(gate) * up);
-                }
-            }
-            block_sync();
+        if (a.ids && block == 0 && w.slots) {
+            if (thread_id() < a.top_k) a.ids[thread_id()] = fixed->ids[thread_id()], a.weights[thread_id()] = fixed->weights[thread_id()];
+            for (u32 e = thread_id(); e < a.experts; e += THREADS) a.router_logits[e] = f32_mul(totals[e], inverse);
         }
     }
 
-    HZ_DEVICE void down(u32 l, float *hidden) {
-        const PersistentLayer &w = layers[l];
-        const u32 stride = activation_stride(a.expert_width);
-        u8 *dense_room = room + (w.slots ? a.top_k * stride : 0);
-        if (w.slots) load_activations(room, a.inner, 0, a.top_k, a.expert_width);
-        if (w.width) load_activations(dense_room, a.dense_inner, 0, 1, w.width);
-        block_sync();
-        // A dense or shared part first: its weights are on their way already. The sum is kept until the routed part is done.
-        float *dense = (float *)(room + (w.slots ? a.top_k * stride : 0) + activation_stride(w.width));
-        dense_tiles(SHARED_DOWN, l, dense_room, w.width, [&](u32 tile, u32 row, u32 i) {
-            dense[(tile - block) / grid * 16 + row] = added(i, 0, WARPS, row);
-        });
-        const u32 count = items(PROJECT, l), passes = ceil_div(a.top_k, WARPS);
-        for (u32 t = 0; t < count; t++) {
-            float total = 0;
-            if (w.slots) {
-                for (u32 pass = 0; pass < passes; pass++) {
-                    const u32 ranks = down_ranks(pass), shares = WARPS / ranks, rank = warp / shares;
-                    float sum[4] = {0, 0, 0, 0};
-                    if (rank < ranks) {
-                        products<EXPERT>(plan(ROUTED_DOWN, l), room + (pass * WARPS + rank) * stride, a.expert_width, a.block,
-                                         sum);
-                    }
-                    keep(0, sum);
-                    block_sync();
-                    if (thread_id() < 16) {
-                        for (u32 k = 0; k < ranks; k++) {
-                            total = f32_fma(fixed->weights[pass * WARPS + k], added(0, k * shares, shares, thread_id()), total);
-                        }
-                    }
-                    block_sync();
-                }
-            }
-            const u32 output = (block + t * grid) * 16 + thread_id();
-            if (thread_id() < 16 && output < a.width) {
-                if (w.width) total = w.slots ? f32_fma(fixed->gate, dense[t * 16 + thread_id()], total) : dense[t * 16 + thread_id()];
-                if (a.feed_forward_tap) a.feed_forward_tap[output] = total;
-                hidden[output] = load_shared_f32(hidden + output) + total;
-            }
-        }
-    }
-
-    HZ_DEVICE void head(const float *hidden) {
-        load_normed(room, hidden, a.final_norm, a.eps, 0, 1, a.width, sums);
-        block_sync();
-        u64 best = 0;
-        dense_tiles(HEAD, 0, room, a.width, [&](u32 tile, u32 row, u32 i) {
-            const u32 token = tile * 16 + row;
-            if (token >= a.vocab) return;
-            const float y = added(i, 0, WARPS, row);
-            a.logits[token] = y;
-            const u64 key = order_key(y, token);
-            best = key > best ? key : best;
-        });
+    HZ_DEVICE void finish_head() {
         if (best) atomic_max(a.best, best);
         if (last_to_arrive(a.counters + 2, grid, &fixed->word) && thread_id() == 0) {
             const u32 choice = 0xffffffffu - (u32)atomic_max(a.best, 0);
             *a.best = 0;
             *a.chosen = choice;
             store_host(a.host_chosen, choice);
+        }
+    }
+
+    // Into the second-level cache, ahead of their use: what is read once a layer and is on nobody's ring. A load that
+    // misses that cache waits behind everything that the rings have asked for.
+    HZ_DEVICE void prefetch_bytes(const void *from, u32 bytes) const {
+        for (u32 at = thread_id() * 128; at < bytes; at += THREADS * 128) prefetch_line((const u8 *)from + at);
+    }
+    // A vector, a line a block.
+    HZ_DEVICE void prefetch_vector(const void *from, u32 bytes) const {
+        if (from && block * 128 < bytes && thread_id() == 0) prefetch_line((const u8 *)from + block * 128);
+    }
+    HZ_DEVICE void prefetch_small(u32 l, const Row &row) const {
+        const PersistentLayer &w = layers[l];
+        const u32 hd = a.head_dim, products_all = a.experts + a.gates, tile = block;
+        if (block < a.heads * MOST_SPLITS) {
+            const u32 head = block % a.heads, split = block / a.heads, kv_head = head / (a.heads / a.kv_heads);
+            const Positions p = split_positions(row.position, w.window, split, MOST_SPLITS, LEAST_POSITIONS);
+            const u32 bytes = (p.to - p.from) * a.padded * 2;
+            const u64 at = ((u64)row.sequence * a.kv_heads + kv_head) * 2 * a.context + p.from;
+            prefetch_bytes(w.cache + at * a.padded, bytes);
+            prefetch_bytes(w.cache + (at + a.context) * a.padded, bytes);
+        }
+        if (w.slots && tile * 16 < a.width) {
+            prefetch_bytes(w.router + (u64)tile * 16 * products_all, min_u32(16, a.width - tile * 16) * products_all * 2);
+        }
+        prefetch_vector(w.norm, a.width * 2);
+        prefetch_vector(w.q_norm, (a.qk_norm == NORM_ALL_HEADS ? a.heads : 1) * hd * 2);
+        prefetch_vector(w.k_norm, (a.qk_norm == NORM_ALL_HEADS ? a.kv_heads : 1) * hd * 2);
+        prefetch_vector(w.slots, a.experts * 4);
+        if (l + 1 < a.count) {
+            prefetch_vector(layers[l + 1].attention_norm, a.width * 2);
+            prefetch_vector(layers[l + 1].qkv_bias, (a.heads + 2 * a.kv_heads) * hd * 2);
+        }
+    }
+    // The shares of the next layer's queries, keys and values: memory has little to do until the router has chosen.
+    HZ_DEVICE void prefetch_qkv(u32 l) const {
+        const Plan &p = plan(QKV, l);
+        for (u32 i = 0; i < p.items; i++) {
+            const u8 *from = layers[l].qkv + (u64)(block + i * grid) * p.tile_bytes + p.codes;
+            for (u32 at = lane * 128; at < p.bytes; at += 32 * 128) prefetch_line(from + at);
+        }
+    }
+
+    // One of the five parts of a layer, up to its barrier; part 0 of the layer after the last is the head.
+    HZ_DEVICE void step(u32 phase, u32 l, float *hidden, const Row *row) {
+        const bool head = l == a.count;
+        const PersistentLayer &w = layers[head ? 0 : l];
+        const u32 inner = w.slots && !head ? a.top_k * activation_stride(a.expert_width) : 0;
+        const u8 *activations = room;
+        u32 of = QKV, columns = a.width;
+        float *scaled = (float *)(room + activation_stride(a.heads * a.head_dim));
+        switch (phase) {
+        case 0:
+            if (!head) prefetch_small(l, *row);
+            load_normed(room, hidden, head ? a.final_norm : w.attention_norm, a.eps, 0, 1, a.width, sums);
+            of = head ? HEAD : QKV;
+            break;
+        case 1:
+            attend(l, row);
+            if (l + 1 < a.count) prefetch_qkv(l + 1);
+            return;
+        case 2:
+            columns = a.heads * a.head_dim;
+            load_activations(room, a.attended, 0, 1, columns);
+            of = PROJECT;
+            break;
+        case 3:
+            route(l, hidden);
+            routed = l + 1;
+            start_copies();
+            of = SHARED_PAIRS;
+            break;
+        case 4:
+            if (w.slots) load_activations(room, a.inner, 0, a.top_k, a.expert_width);
+            if (w.width) load_activations(room + inner, a.dense_inner, 0, 1, w.width);
+            activations = room + inner, columns = w.width;
+            // The dense part's sums are kept until the routed part is done.
+            scaled = (float *)(room + inner + activation_stride(w.width));
+            of = SHARED_DOWN;
+            break;
+        }
+        block_sync();
+        dense_part(of, head ? 0 : l, activations, columns, hidden, scaled);
+        if (phase < 3) return;
+        if (w.slots) {
+            routed_part(phase == 3 ? ROUTED_PAIRS : ROUTED_DOWN, l, room, hidden, scaled);
+        } else if (phase == 4) {
+            const u32 count = items(PROJECT, l);
+            for (u32 n = thread_id(); n < count * 16; n += THREADS) {
+                const u32 output = (block + n / 16 * grid) * 16 + n % 16;
+                if (output < a.width) add_output(hidden, output, scaled[n]);
+            }
         }
     }
 };
@@ -658,38 +721,22 @@ template <int EXPERT, int DENSE, int SLOTS> HZ_DEVICE void token(const Persisten
     t.start_copies();
     predecessor_wait();
     float *hidden = a.hidden + (u64)a.row * a.width;
-    for (u32 l = 0; l < a.count; l++) {
-        u32 mark = l * 16;
-        const auto clock = [&] {
-            if (a.profile && block_x() == 0 && thread_id() == 0) a.profile[mark++] = clock_now();
-        };
-        clock();
-        t.qkv(l, hidden);
-        clock();
-        t.grid_barrier();
-        clock();
-        t.attend(l, a.rows + a.row);
-        clock();
-        t.grid_barrier();
-        clock();
-        t.project(l, hidden);
+    u32 mark = 0;
+    const auto clock = [&] {
+        if (a.profile && block_x() == 0 && thread_id() == 0) a.profile[mark++] = clock_now();
+    };
+    const u32 parts = a.count * 5 + (a.vocab ? 1 : 0);
+    u32 l = 0, phase = 0;
+#pragma unroll 1
+    for (u32 part = 0; part < parts; part++) {
+        if (l < a.count) clock();
+        t.step(phase, l, hidden, a.rows + a.row);
+        if (l == a.count) break;
         clock();
         t.grid_barrier();
-        clock();
-        t.route(l, hidden);
-        clock();
-        t.routed = l + 1;
-        t.start_copies();
-        t.pairs(l);
-        clock();
-        t.grid_barrier();
-        clock();
-        t.down(l, hidden);
-        clock();
-        t.grid_barrier();
-        clock();
+        if (++phase == 5) phase = 0, l++;
     }
-    if (a.vocab) t.head(hidden);
+    if (a.vocab) t.finish_head();
     copy_wait<0>();
     // The last block leaves the counters ready for the next launch.
     if (thread_id() == 0 && add_release(a.counters + 1, 1) + 1 == grid_x()) a.counters[0] = a.counters[1] = 0;

@@ -35,7 +35,7 @@ HZ_DEVICE void unpack8(u32x4 v, float (&x)[8]) {
 HZ_DEVICE float squares_of(const float *from, u32 n) {
     float sum = 0;
     if (n % 4 == 0) {
-#pragma unroll 4
+#pragma unroll 2
         for (u32 i = thread_id() * 4; i < n; i += block_threads() * 4) {
             const u32x4 v = load_shared_x4(from + i);
             sum = f32_fma(f32_from_bits(v.x), f32_from_bits(v.x), sum);
@@ -109,6 +109,20 @@ HZ_DEVICE void prepare_all(const AttendArgs &a, const float *qkv, u32 head, u32 
     block_sync();
 }
 
+// The positions of a split: at most `most` splits of at least `least` positions. Empty beyond the last.
+struct Positions {
+    u32 from, to, end, splits;
+};
+HZ_DEVICE Positions split_positions(u32 position, u32 window, u32 split, u32 most, u32 least) {
+    Positions p;
+    p.end = position + 1;
+    const u32 first = window && p.end > window ? p.end - window : 0, seen = p.end - first;
+    const u32 chunk = max_u32(least, ceil_div(ceil_div(seen, most), 32) * 32);
+    p.splits = ceil_div(seen, chunk);
+    p.from = min_u32(first + split * chunk, p.end), p.to = min_u32(p.from + chunk, p.end);
+    return p;
+}
+
 // One query head of row `r` over one split of the positions that the row sees: at most SPLITS splits of at least LEAST
 // positions. The split depends on that number alone. LANES lanes share a position, eight elements each; the last block of
 // a head to arrive merges the splits in order. Nothing to do beyond the last split.
@@ -121,11 +135,9 @@ HZ_DEVICE void attend_head(const AttendArgs &a, u32 head, u32 split, u32 r, u8 *
     float *merged = (float *)(word + 4);
     const u32 kv_head = head / (a.heads / a.kv_heads);
     const Row row = a.rows[r];
-    const u32 end = row.position + 1, first = a.window && end > a.window ? end - a.window : 0, seen = end - first;
-    const u32 chunk = max_u32(LEAST, ceil_div(ceil_div(seen, SPLITS), 32) * 32);
-    const u32 splits = ceil_div(seen, chunk);
-    if (split >= splits) return;
-    const u32 from = first + split * chunk, to = from + chunk < end ? from + chunk : end;
+    const Positions p = split_positions(row.position, a.window, split, SPLITS, LEAST);
+    if (split >= p.splits) return;
+    const u32 from = p.from, to = p.to, end = p.end, splits = p.splits;
     const bool fresh = !a.appended && to == end;
     const u32 lane = thread_id() % LANES, group = thread_id() / LANES;
     const bool active = lane * 8 < a.padded;
@@ -227,9 +239,9 @@ HZ_DEVICE void attend_head(const AttendArgs &a, u32 head, u32 split, u32 r, u8 *
     const bool alone = splits == 1;
     for (u32 i = thread_id(); i < a.padded; i += block_threads()) {
         float peak = NEGATIVE_INFINITY, weight = 0, y = 0;
-#pragma unroll
+#pragma unroll 4
         for (u32 w = 0; w < WARPS; w++) peak = f32_max(peak, merged[w * (a.padded + 2)]);
-#pragma unroll
+#pragma unroll 4
         for (u32 w = 0; w < WARPS; w++) {
             const float *one = merged + w * (a.padded + 2), factor = f32_exp(one[0] - peak);
             weight = f32_fma(one[1], factor, weight);
@@ -245,11 +257,11 @@ HZ_DEVICE void attend_head(const AttendArgs &a, u32 head, u32 split, u32 r, u8 *
     }
     if (alone || !last_to_arrive(a.counters + r * a.heads + head, splits, word)) return;
     float top = NEGATIVE_INFINITY;
-#pragma unroll 8
+#pragma unroll 4
     for (u32 s = 0; s < splits; s++) top = f32_max(top, load_shared_f32(partial + s * (a.padded + 2)));
     for (u32 i = thread_id(); i < a.head_dim; i += block_threads()) {
         float weight = 0, y = 0;
-#pragma unroll 8
+#pragma unroll 4
         for (u32 s = 0; s < splits; s++) {
             const float *one = partial + s * (a.padded + 2), factor = f32_exp(load_shared_f32(one) - top);
             weight = f32_fma(load_shared_f32(one + 1), factor, weight);

@@ -31,7 +31,7 @@ HZ_DEVICE float block_sum(float v, float *room) {
 }
 
 HZ_DEVICE float inverse_rms(float squares, u32 columns, float eps) {
-    return f32_div(1.0f, f32_sqrt(f32_add(f32_div(squares, (float)columns), eps)));
+    return f32_inverse_sqrt(f32_add(f32_div(squares, (float)columns), eps));
 }
 
 HZ_DEVICE float silu(float v) { return f32_div(v, 1.0f + f32_exp(-v)); }
@@ -40,39 +40,61 @@ HZ_DEVICE float sigmoid(float v) { return f32_div(1.0f, 1.0f + f32_exp(-v)); }
 // Rows [first, first + tokens) of a row-major FP16 matrix into shared memory, for activation_fragment. columns % 8 == 0.
 HZ_DEVICE void load_activations(u8 *to, const u16 *from, u32 first, u32 tokens, u32 columns) {
     const u32 stride = activation_stride(columns), words = ceil_div(columns, 64) * 8;
-    for (u32 n = 0; n < tokens; n++) {
-        for (u32 i = thread_id(); i < words; i += block_threads()) {
-            u32x4 v = {0, 0, 0, 0};
-            if (i * 8 < columns) v = load_shared_x4(from + (u64)(first + n) * columns + i * 8);
-            *(u32x4 *)(to + n * stride + i * 16) = v;
-        }
+#pragma unroll 4
+    for (u32 at = thread_id(); at < tokens * words; at += block_threads()) {
+        const u32 n = tokens == 1 ? 0 : at / words, i = at - n * words;
+        u32x4 v = {0, 0, 0, 0};
+        if (i * 8 < columns) v = load_shared_x4(from + (u64)(first + n) * columns + i * 8);
+        *(u32x4 *)(to + n * stride + i * 16) = v;
     }
 }
 
-// The same rows of the FP32 residual stream, RMS-normed and narrowed once. `room` is one float a warp.
+// Four neighbours of the residual stream, normed and narrowed.
+HZ_DEVICE u32x2 normed_x4(u32x4 v, u32x2 w, float inverse) {
+    return {f16x2(f32_mul(f32_mul(f32_from_bits(v.x), inverse), f16_to_f32((u16)w.x)),
+                  f32_mul(f32_mul(f32_from_bits(v.y), inverse), f16_to_f32((u16)(w.x >> 16)))),
+            f16x2(f32_mul(f32_mul(f32_from_bits(v.z), inverse), f16_to_f32((u16)w.y)),
+                  f32_mul(f32_mul(f32_from_bits(v.w), inverse), f16_to_f32((u16)(w.y >> 16))))};
+}
+
+HZ_DEVICE float squares_x4(u32x4 v, float sum) {
+    sum = f32_fma(f32_from_bits(v.x), f32_from_bits(v.x), sum);
+    sum = f32_fma(f32_from_bits(v.y), f32_from_bits(v.y), sum);
+    sum = f32_fma(f32_from_bits(v.z), f32_from_bits(v.z), sum);
+    return f32_fma(f32_from_bits(v.w), f32_from_bits(v.w), sum);
+}
+
+// Rows of the FP32 residual stream into shared memory, RMS-normed and narrowed once. `room` is one float a warp.
+// What a thread reads of a row stays in its registers between the two passes, where it is little.
 HZ_DEVICE void load_normed(u8 *to, const float *hidden, const u16 *norm, float eps, u32 first, u32 tokens, u32 columns,
                            float *room) {
-    const u32 stride = activation_stride(columns), words = ceil_div(columns, 64) * 16;
+    constexpr u32 KEPT = 2;
+    const u32 stride = activation_stride(columns), words = ceil_div(columns, 64) * 16, step = block_threads();
     for (u32 n = 0; n < tokens; n++) {
         const float *row = hidden + (u64)(first + n) * columns;
+        u32x4 kept[KEPT];
+        u32x2 weights[KEPT];
         float squares = 0;
-        for (u32 i = thread_id(); i * 4 < columns; i += block_threads()) {
-            const u32x4 v = load_shared_x4(row + i * 4);
-            const float x = f32_from_bits(v.x), y = f32_from_bits(v.y), z = f32_from_bits(v.z), w = f32_from_bits(v.w);
-            squares = f32_fma(x, x, squares), squares = f32_fma(y, y, squares);
-            squares = f32_fma(z, z, squares), squares = f32_fma(w, w, squares);
+#pragma unroll
+        for (u32 k = 0; k < KEPT; k++) {
+            const u32 i = thread_id() + k * step;
+            kept[k] = {0, 0, 0, 0}, weights[k] = {0, 0};
+            if (i * 4 < columns) kept[k] = load_shared_x4(row + i * 4), weights[k] = *(const u32x2 *)(norm + i * 4);
+        }
+#pragma unroll
+        for (u32 k = 0; k < KEPT; k++) squares = squares_x4(kept[k], squares);
+        for (u32 i = thread_id() + KEPT * step; i * 4 < columns; i += step) {
+            squares = squares_x4(load_shared_x4(row + i * 4), squares);
         }
         const float inverse = inverse_rms(block_sum(squares, room), columns, eps);
-        for (u32 i = thread_id(); i < words; i += block_threads()) {
+#pragma unroll
+        for (u32 k = 0; k < KEPT; k++) {
+            const u32 i = thread_id() + k * step;
+            if (i < words) *(u32x2 *)(to + n * stride + i * 8) = normed_x4(kept[k], weights[k], inverse);
+        }
+        for (u32 i = thread_id() + KEPT * step; i < words; i += step) {
             u32x2 out = {0, 0};
-            if (i * 4 < columns) {
-                const u32x4 v = load_shared_x4(row + i * 4);
-                const u32x2 w = *(const u32x2 *)(norm + i * 4);
-                out.x = f16x2(f32_mul(f32_mul(f32_from_bits(v.x), inverse), f16_to_f32((u16)w.x)),
-                              f32_mul(f32_mul(f32_from_bits(v.y), inverse), f16_to_f32((u16)(w.x >> 16))));
-                out.y = f16x2(f32_mul(f32_mul(f32_from_bits(v.z), inverse), f16_to_f32((u16)w.y)),
-                              f32_mul(f32_mul(f32_from_bits(v.w), inverse), f16_to_f32((u16)(w.y >> 16))));
-            }
+            if (i * 4 < columns) out = normed_x4(load_shared_x4(row + i * 4), *(const u32x2 *)(norm + i * 4), inverse);
             *(u32x2 *)(to + n * stride + i * 8) = out;
         }
     }

@@ -123,7 +123,7 @@ template <int ENC, class From> struct TileShare {
     // `columns` and `block` are the matrix's.
     HZ_DEVICE void run(const u8 *activations, u32 stride, u32 tokens, u32 columns, u32 block, float (&sum)[4]) {
         const u8 *scales = tile + (u64)ceil_div(columns, 64) * Span<ENC>::bytes + lane / 4 * 4;
-        const u32 width = scale_block<ENC>(block), mask = width / 64 - 1;
+        const u32 width = ENC == F16 ? 64 : scale_block<ENC>(block), shift = log2_of(width), mask = width / 64 - 1;
         float part[4] = {0, 0, 0, 0};
 #pragma unroll 1
         for (u32 span = first; span < last; span += SPANS) {
@@ -149,8 +149,8 @@ template <int ENC, class From> struct TileShare {
                         mma_16x8x16(part, a, x.z, x.w);
                         // The end of a scale block, or of the row.
                         if (width == 32 || (half == 1 && ((at & mask) == mask || at + 1 == last))) {
-                            const u32 index = (at * 64 + half * 32) / width;
-                            if (index * width < columns) {
+                            const u32 index = (at * 64 + half * 32) >> shift;
+                            if (index << shift < columns) {
                                 const RowScales d = row_scales(From::load_u32(scales + index * 32));
                                 sum[0] = f32_fma(d.low, part[0], sum[0]);
                                 sum[1] = f32_fma(d.low, part[1], sum[1]);

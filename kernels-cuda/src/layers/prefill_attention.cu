@@ -38,13 +38,14 @@ template <u32 GROUPS> struct Flash {
 
     const PrefillAttentionArgs &a;
     u8 *shared;
-    const u32 *position, *sequence;  // [ROWS], in shared memory
     float sum[GROUPS * 4][4];        // [group of 32 elements, element of a lane's four]
     float most[2], total[2];         // of rows g and g + 8
 
-    HZ_DEVICE Flash(const PrefillAttentionArgs &args, u8 *memory) : a(args), shared(memory) {
-        position = (const u32 *)(memory + QUERIES + 4 * TILE), sequence = position + ROWS;
-    }
+    HZ_DEVICE Flash(const PrefillAttentionArgs &args, u8 *memory) : a(args), shared(memory) {}
+
+    // [ROWS] of the block's rows.
+    HZ_DEVICE u32 *position() const { return (u32 *)(shared + QUERIES + 4 * TILE); }
+    HZ_DEVICE u32 *sequence() const { return position() + ROWS; }
 
     // Queries, positions and sequences of the block's rows into shared memory; everything else there zero.
     HZ_DEVICE void stage_rows(u32 first, u32 rows) {
@@ -61,8 +62,8 @@ template <u32 GROUPS> struct Flash {
             *(u32x4 *)(shared + key_at(r, c)) = load_shared_x4(from);
         }
         for (u32 r = thread_id(); r < ROWS; r += WARPS * 32) {
-            ((u32 *)position)[r] = r < rows ? a.rows[first + r].position : 0;
-            ((u32 *)sequence)[r] = r < rows ? a.rows[first + r].sequence : NOBODY;
+            position()[r] = r < rows ? a.rows[first + r].position : 0;
+            sequence()[r] = r < rows ? a.rows[first + r].sequence : NOBODY;
         }
         block_sync();
     }
@@ -74,8 +75,11 @@ template <u32 GROUPS> struct Flash {
         u8 *to = shared + QUERIES + tile % 2 * 2 * TILE;
         const u16 *values = keys + (u64)a.context * a.padded;
         const u32 chunks = a.padded / 8;
-        for (u32 i = thread_id(); i < KEYS * chunks; i += WARPS * 32) {
-            const u32 n = i / chunks, c = i % chunks, at = tile * KEYS + n;
+        const u32 c = thread_id() % CHUNKS;
+        if (c >= chunks) return;
+#pragma unroll(GROUPS == 8 ? 1 : 4)
+        for (u32 n = thread_id() / CHUNKS; n < KEYS; n += WARPS * 32 / CHUNKS) {
+            const u32 at = tile * KEYS + n;
             u8 *key = to + key_at(n, c), *value = to + TILE + value_at(n, c);
             if (at <= last) {
                 copy_async16(key, keys + (u64)at * a.padded + c * 8);
@@ -98,14 +102,19 @@ template <u32 GROUPS> struct Flash {
             const u32x4 low = *(const u32x4 *)(shared + key_at(row, group * 4 + t));
             const u32x4 high = *(const u32x4 *)(shared + key_at(row + 8, group * 4 + t));
             const u32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-            u32x4 k[KEYS / 8];
+            // Two products of one sum stand COLUMNS products of others apart.
+            constexpr u32 COLUMNS = GROUPS == 8 ? 2 : KEYS / 8;
 #pragma unroll
-            for (u32 n = 0; n < KEYS / 8; n++) {
-                k[n] = *(const u32x4 *)(keys + key_at(n * 8 + g, group * 4 + t));
-                mma_16x8x16(s[n], first, k[n].x, k[n].y);
+            for (u32 from = 0; from < KEYS / 8; from += COLUMNS) {
+                u32x4 k[COLUMNS];
+#pragma unroll
+                for (u32 n = 0; n < COLUMNS; n++) {
+                    k[n] = *(const u32x4 *)(keys + key_at((from + n) * 8 + g, group * 4 + t));
+                    mma_16x8x16(s[from + n], first, k[n].x, k[n].y);
+                }
+#pragma unroll
+                for (u32 n = 0; n < COLUMNS; n++) mma_16x8x16(s[from + n], second, k[n].z, k[n].w);
             }
-#pragma unroll
-            for (u32 n = 0; n < KEYS / 8; n++) mma_16x8x16(s[n], second, k[n].z, k[n].w);
         }
     }
 
@@ -177,6 +186,8 @@ template <u32 GROUPS> struct Flash {
                 for (u32 e = 0; e < 4; e++) mma_16x8x16(sum[group * 4 + e], near, b[e][0], b[e][1]);
 #pragma unroll
                 for (u32 e = 0; e < 4; e++) mma_16x8x16(sum[group * 4 + e], rest, b[e][0], b[e][1]);
+                // Keeps the loads of later groups behind this one: the widest heads have no registers for them.
+                if (GROUPS == 8) warp_sync();
             }
         }
     }
@@ -184,19 +195,19 @@ template <u32 GROUPS> struct Flash {
     // All keys that rows of `of` see.
     HZ_DEVICE void attend(u32 of) {
         u32 from = NOBODY, last = 0;
-        for (u32 r = 0; r < ROWS; r++) {
-            if (sequence[r] == of) {
-                const u32 low = first_seen(position[r]);
-                from = low < from ? low : from, last = position[r] > last ? position[r] : last;
-            }
+        for (u32 r = thread_id() % 32; r < ROWS; r += 32) {
+            if (sequence()[r] == of) from = min_u32(from, first_seen(position()[r])), last = max_u32(last, position()[r]);
+        }
+        for (u32 lanes = 16; lanes > 0; lanes /= 2) {
+            from = min_u32(from, shuffle_xor(from, lanes)), last = max_u32(last, shuffle_xor(last, lanes));
         }
         // What rows g and g + 8 of this lane see, and what any row of the warp sees.
         const u32 row = thread_id() / 32 * 16 + thread_id() % 32 / 4;
         u32 low[2], high[2];
         bool some = false;
         for (u32 r = 0; r < 2; r++) {
-            const bool mine = sequence[row + r * 8] == of;
-            low[r] = mine ? first_seen(position[row + r * 8]) : 1, high[r] = mine ? position[row + r * 8] + 1 : 0;
+            const bool mine = sequence()[row + r * 8] == of;
+            low[r] = mine ? first_seen(position()[row + r * 8]) : 1, high[r] = mine ? position()[row + r * 8] + 1 : 0;
         }
         const u32 kv_head = block_y() / (a.heads / a.kv_heads);
         const u16 *keys = a.cache + ((u64)of * a.kv_heads + kv_head) * 2 * a.context * a.padded;
@@ -230,10 +241,15 @@ template <u32 GROUPS> struct Flash {
         for (u32 n = 0; n < GROUPS * 4; n++) sum[n][0] = sum[n][1] = sum[n][2] = sum[n][3] = 0;
         most[0] = most[1] = NEGATIVE_INFINITY;
         total[0] = total[1] = 0;
-        for (u32 r = 0; r < rows; r++) {
-            bool seen = false;
-            for (u32 before = 0; before < r; before++) seen = seen || sequence[before] == sequence[r];
-            if (!seen) attend(sequence[r]);
+        // One sequence after another: rows that are left, as bits.
+        const u32 lane = thread_id() % 32;
+        u32 near = ballot(sequence()[lane] != NOBODY), far = ballot(sequence()[lane + 32] != NOBODY);
+#pragma unroll 1
+        for (u32 r = 0; near | far; r++) {
+            if (!((r < 32 ? near : far) >> r % 32 & 1)) continue;
+            const u32 of = sequence()[r];
+            attend(of);
+            near &= ~ballot(sequence()[lane] == of), far &= ~ballot(sequence()[lane + 32] == of);
         }
         store(first, rows);
     }

@@ -4,7 +4,7 @@
 // A block of eight warps owns sixteen outputs of up to eight rows. Once they are added to the residual stream it forms
 // their share of every router product and of the norm's sum of squares; the last block to arrive adds the shares in
 // order, routes, and writes the normed rows for the feed-forward. Grid: tiles by groups of eight rows.
-#include "block.cuh"
+#include "router.cuh"
 
 static constexpr u32 WARPS = 8;
 
@@ -32,7 +32,7 @@ struct ProjectArgs {
 HZ_DEVICE void finish_rows(const ProjectArgs &a, u32 first, u32 tokens, float *room) {
     const u32 products = a.experts + a.gates, wide = products + 1, tiles = ceil_div(a.width, 16);
     const u32 warp = thread_id() / 32, lane = thread_id() % 32;
-    float *totals = room + WARPS * wide, *probability = totals + wide, *scratch = probability + a.experts;
+    float *totals = room + WARPS * wide, *probability = totals + wide;
     for (u32 n = 0; n < tokens; n++) {
         const u32 r = first + n;
         const float *shares = a.shares + (u64)r * tiles * wide;
@@ -60,43 +60,14 @@ HZ_DEVICE void finish_rows(const ProjectArgs &a, u32 first, u32 tokens, float *r
         block_sync();
         const float inverse = inverse_rms(totals[products], a.width, a.eps);
         for (u32 i = thread_id(); i * 4 < a.width; i += block_threads()) {
-            const u32x4 v = load_shared_x4(a.hidden + (u64)r * a.width + i * 4);
-            const u32x2 w = *(const u32x2 *)(a.norm + i * 4);
-            u32x2 out;
-            out.x = f16x2(f32_mul(f32_mul(f32_from_bits(v.x), inverse), f16_to_f32((u16)w.x)),
-                          f32_mul(f32_mul(f32_from_bits(v.y), inverse), f16_to_f32((u16)(w.x >> 16))));
-            out.y = f16x2(f32_mul(f32_mul(f32_from_bits(v.z), inverse), f16_to_f32((u16)w.y)),
-                          f32_mul(f32_mul(f32_from_bits(v.w), inverse), f16_to_f32((u16)(w.y >> 16))));
-            *(u32x2 *)(a.normed + (u64)r * a.width + i * 4) = out;
+            *(u32x2 *)(a.normed + (u64)r * a.width + i * 4) = normed_x4(
+                load_shared_x4(a.hidden + (u64)r * a.width + i * 4), *(const u32x2 *)(a.norm + i * 4), inverse);
         }
         if (a.experts) {
-            // Softmax over all experts.
-            float most = NEGATIVE_INFINITY;
-            for (u32 e = 0; e < a.experts; e++) most = f32_max(most, totals[e]);
-            float own = 0;
             for (u32 e = thread_id(); e < a.experts; e += block_threads()) {
                 a.logits[(u64)r * a.experts + e] = f32_mul(totals[e], inverse);
-                const float p = f32_exp(f32_mul(totals[e], inverse) - f32_mul(most, inverse));
-                probability[e] = p;
-                own += p;
             }
-            const float sum = block_sum(own, scratch);
-            for (u32 e = thread_id(); e < a.experts; e += block_threads()) probability[e] = f32_div(probability[e], sum);
-            block_sync();
-            // An expert's rank is the number of experts before it: larger, or as large with a lower id.
-            for (u32 e = thread_id(); e < a.experts; e += block_threads()) {
-                const float p = probability[e];
-                u32 rank = 0;
-                for (u32 other = 0; other < a.experts; other++) {
-                    const float q = probability[other];
-                    rank += q > p || (q == p && other < e);
-                }
-                if (rank < a.top_k) {
-                    a.ids[(u64)r * a.top_k + rank] = e;
-                    a.chosen[(u64)r * a.top_k + rank] = p;
-                }
-            }
-            block_sync();
+            choose(totals, inverse, a.experts, a.top_k, probability, a.ids + (u64)r * a.top_k, a.chosen + (u64)r * a.top_k);
             if (a.renormalize && thread_id() == 0) {
                 float all = 0;
                 for (u32 k = 0; k < a.top_k; k++) all += a.chosen[(u64)r * a.top_k + k];
@@ -147,15 +118,8 @@ template <int ENC> HZ_DEVICE void project(const ProjectArgs &a, u8 *shared) {
     const u32 wide = products + 1, outputs = min_u32(16, a.width - block_x() * 16);
     for (u32 i = thread_id(); i < wide * tokens; i += block_threads()) {
         const u32 e = i % wide, n = i / wide;
-        float v = 0;
-        if (e < products) {
-            for (u32 j = 0; j < outputs; j++) {
-                v = f32_fma(scaled[j * TOKENS + n], f16_to_f32(a.router[(u64)(block_x() * 16 + j) * products + e]), v);
-            }
-        } else {
-            for (u32 j = 0; j < outputs; j++) v += squares[j * TOKENS + n];
-        }
-        a.shares[((u64)(first + n) * tiles + block_x()) * wide + e] = v;
+        a.shares[((u64)(first + n) * tiles + block_x()) * wide + e] =
+            router_share(a.router + (u64)block_x() * 16 * products, outputs, products, e, scaled + n, squares + n, TOKENS);
     }
     if (last_to_arrive(a.counters + block_y(), tiles, word)) finish_rows(a, first, tokens, (float *)shared);
 }

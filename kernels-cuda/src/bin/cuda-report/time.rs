@@ -208,36 +208,39 @@ fn repeats(model: &mut CudaModel, experts: &Arc<dyn ExpertProvider>, start: usiz
 
 /// Where the time of the persistent kernel goes: medians over layers of the clocks of one multiprocessor.
 fn profile(model: &mut CudaModel, driver: &SharedDriver, step: &StepShape) -> Result<(), String> {
-    const PARTS: [&str; 12] = [
-        "qkv", "barrier", "attend", "barrier", "project", "barrier", "route", "pairs", "barrier", "down",
-        "barrier", "all",
-    ];
+    const PARTS: [&str; 5] = ["qkv", "attend", "project", "pairs", "down"];
     let text = |e: DriverError| e.to_string();
     let layers = model.shape().layers;
-    let buffer = driver.allocate(layers * 128, "a measurement").map_err(text)?;
+    let buffer = driver.allocate(layers * 80, "a measurement").map_err(text)?;
     model.profile = buffer;
     let launches: Vec<Launch> = model.launches(step, &[0]).into_iter().map(|l| l.launch).collect();
     model.profile = horizon_kernels_cuda::driver::DevicePtr(0);
     graph_ms(driver.as_ref(), model.stream(), &launches, 5).map_err(text)?;
-    let mut clocks = vec![0u64; layers * 16];
+    let mut clocks = vec![0u64; layers * 10];
     // SAFETY: the buffer is that long, and the stream is synchronized before the clocks are read.
     #[expect(unsafe_code, reason = "a copy between raw addresses")]
     unsafe {
         driver
-            .copy_to_host(model.stream(), clocks.as_mut_ptr().cast(), buffer, layers * 128)
+            .copy_to_host(model.stream(), clocks.as_mut_ptr().cast(), buffer, layers * 80)
             .map_err(text)?;
     }
     driver.synchronize(model.stream()).map_err(text)?;
     driver.free(buffer);
     let mut line = String::from("  cycles a layer:");
+    let of = |from: usize, to: usize| {
+        let all = clocks
+            .chunks_exact(10)
+            .map(|l| (l[to] - l[from]) as f64)
+            .collect();
+        median(all)
+    };
     for (i, part) in PARTS.iter().enumerate() {
-        let of = |layer: &[u64]| match part {
-            &"all" => layer[11] - layer[0],
-            _ => layer[i + 1] - layer[i],
-        };
-        let all = clocks.chunks_exact(16).map(|l| of(l) as f64).collect();
-        line += &format!(" {part} {:.0}", median(all));
+        line += &format!(" {part} {:.0}", of(2 * i, 2 * i + 1));
+        if i < 4 {
+            line += &format!(" barrier {:.0}", of(2 * i + 1, 2 * i + 2));
+        }
     }
+    line += &format!(" all {:.0}", of(0, 9));
     println!("{line}");
     Ok(())
 }
