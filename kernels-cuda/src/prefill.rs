@@ -195,7 +195,7 @@ pub fn attention(rows: usize, heads: usize, padded: usize) -> Form {
         0..=32 => ("prefill_attention_32", 32, 64),
         33..=64 => ("prefill_attention_64", 64, 64),
         65..=128 => ("prefill_attention_128", 128, 64),
-        _ => ("prefill_attention_256", 256, 32),
+        _ => ("prefill_attention_256", 256, 16),
     };
     Form {
         name,

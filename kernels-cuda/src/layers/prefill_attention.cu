@@ -24,7 +24,7 @@ static constexpr float ONE = 32768.0f;
 
 // Heads of at most GROUPS * 32 elements.
 template <u32 GROUPS> struct Flash {
-    static constexpr u32 KEYS = GROUPS == 8 ? 32 : 64;
+    static constexpr u32 KEYS = GROUPS == 8 ? 16 : 64;
     static constexpr u32 ROW_BYTES = GROUPS * 64, CHUNKS = GROUPS * 4, TILE = KEYS * ROW_BYTES;
     static constexpr u32 QUERIES = ROWS * ROW_BYTES, SHARED = QUERIES + 4 * TILE + ROWS * 8;
 
@@ -186,8 +186,6 @@ template <u32 GROUPS> struct Flash {
                 for (u32 e = 0; e < 4; e++) mma_16x8x16(sum[group * 4 + e], near, b[e][0], b[e][1]);
 #pragma unroll
                 for (u32 e = 0; e < 4; e++) mma_16x8x16(sum[group * 4 + e], rest, b[e][0], b[e][1]);
-                // Keeps the loads of later groups behind this one: the widest heads have no registers for them.
-                if (GROUPS == 8) warp_sync();
             }
         }
     }
@@ -313,7 +311,7 @@ HZ_KERNEL(128, 2) prefill_attention_128(HZ_ARGS(PrefillAttentionArgs, a)) {
     prefill_attention<4>(a, shared);
 }
 // registers: 255
-HZ_KERNEL(128, 1) prefill_attention_256(HZ_ARGS(PrefillAttentionArgs, a)) {
+HZ_KERNEL(128, 2) prefill_attention_256(HZ_ARGS(PrefillAttentionArgs, a)) {
     HZ_SHARED(shared);
     prefill_attention<8>(a, shared);
 }
