@@ -20,7 +20,7 @@
 static constexpr u32 WARPS = 16, THREADS = WARPS * 32;
 // Bytes of a slot: codes, then scales.
 static constexpr u32 CODES = 2048, SLOT = CODES + 256;
-static constexpr u32 MOST_SPLITS = 8, LEAST_POSITIONS = 128;
+static constexpr u32 MOST_SPLITS = 8, LEAST_POSITIONS = 256;
 // Warps that share a routed pair tile; pair tiles of a block at once.
 static constexpr u32 PAIR_SHARES = 2, PAIR_UNITS = WARPS / PAIR_SHARES;
 // Tiles of a block whose sums are added at once.
@@ -111,6 +111,9 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
     // What is copied next; `routed` layers have known experts.
     u32 part = QKV, layer = 0, item = 0, routed = 0;
     Piece next = {nullptr, nullptr, 0, 0, 0};
+    const u8 *tile = nullptr;
+    u64 tile_step = 0;
+    u32 left = 0, shared_offset = 0, share_bytes = 0, scale_offset = 0, share_scales = 0;
     // Slots: the next to fill, the next to read, and how many hold something.
     u32 fill = 0, take = 0, filled = 0;
     u32 barriers = 0;
@@ -237,15 +240,30 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
 
     // ------------------------------------------------------------------------------------------------ the ring
 
-    // The piece that is copied next, if it is known.
+    // The piece that is copied next, if it is known. Tiles of a part that are dealt to blocks in turn follow one another at
+    // the same distance, so only the first of them is looked up.
     HZ_DEVICE bool find_next() {
-        while (next.bytes == 0) {
-            if (part == NOTHING || (part == HEAD && !a.vocab)) return false;
-            if (part == ROUTED_PAIRS && routed <= layer) return false;
-            if (item < items(part, layer)) {
+        for (;;) {
+            if (left > 0) {
+                left--;
+                next.codes = tile + shared_offset, next.bytes = share_bytes;
+                next.scales = tile + scale_offset, next.all_scales = share_scales;
+                tile += tile_step;
+                if (next.bytes) return true;
+                left = 0;
+                continue;
+            }
+            if (part == NOTHING || (part == ROUTED_PAIRS && routed <= layer)) return false;
+            const u32 count = items(part, layer);
+            if (item < count) {
                 const Plan &p = plan(part, layer);
-                const u8 *tile = tile_of(part, layer, item++, p);
-                if (tile) next = {tile + p.codes, tile + p.scales, p.bytes, p.scale_bytes, p.all_scales};
+                tile = tile_of(part, layer, item, p);
+                shared_offset = p.codes, share_bytes = p.bytes, scale_offset = p.scales, share_scales = p.all_scales;
+                next.scale_bytes = p.scale_bytes;
+                const bool one = part == ROUTED_PAIRS || (part == ROUTED_DOWN && a.top_k > WARPS);
+                tile_step = (u64)grid * p.tile_bytes;
+                left = tile ? (one ? 1 : count - item) : 0;
+                item = one ? item + 1 : tile ? count : (part == ROUTED_DOWN ? count : item + 1);
                 continue;
             }
             item = 0;
@@ -256,12 +274,11 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
                 part++;
             }
         }
-        return true;
     }
 
     // Starts the copy of one slot, or of nothing: one group either way.
     HZ_DEVICE void start_copy() {
-        if (find_next()) {
+        if (next.bytes || find_next()) {
             u8 *slot = ring + fill * SLOT;
             const u32 bytes = min_u32(next.bytes, CODES);
             for (u32 i = 0; i < 4; i++) {
@@ -363,12 +380,13 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
 
     // ------------------------------------------------------------------------------------------------ the grid
 
-    // All blocks have come here; what they wrote before is visible.
-    HZ_DEVICE void grid_barrier() {
+    // All blocks have come here; what they wrote before is visible. `meanwhile` is what a block does while it waits.
+    template <class Meanwhile> HZ_DEVICE void grid_barrier(Meanwhile meanwhile) {
         block_sync();
         barriers++;
+        if (thread_id() == 0) add_release(a.counters, 1);
+        meanwhile();
         if (thread_id() == 0) {
-            add_release(a.counters, 1);
             while (load_acquire(a.counters) < barriers * grid) {
 #ifdef HZ_EMULATED
                 pause();
@@ -420,14 +438,27 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         }
     }
 
-    // The shares of the router by the tiles of a batch.
+    // The shares of the router by the tiles of a batch: four threads a product, four rows of the tile each.
     HZ_DEVICE void router_shares(u32 l, u32 base, u32 here, const float *scaled) {
         const PersistentLayer &w = layers[l];
-        const u32 count = w.slots ? a.experts + a.gates : 0, wide = count + 1;
-        for (u32 n = thread_id(); n < wide * here; n += THREADS) {
-            const u32 t = n / wide, e = n - t * wide, tile = block + (base + t) * grid;
-            a.shares[(u64)tile * wide + e] = router_share(w.router + (u64)tile * 16 * count, min_u32(16, a.width - tile * 16),
-                                                          count, e, scaled + t * 16, scaled + (BATCH + t) * 16, 1);
+        const u32 count = w.slots ? a.experts + a.gates : 0, wide = count + 1, quarter = thread_id() % 4;
+        for (u32 t = 0; t < here; t++) {
+            const u32 at = block + (base + t) * grid, rows = min_u32(16, a.width - at * 16);
+            const u16 *router = w.router + (u64)at * 16 * count;
+#pragma unroll 1
+            for (u32 n = thread_id(); n < ceil_div(wide * 4, 32) * 32; n += THREADS) {
+                const u32 e = n / 4;
+                float v = 0;
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) {
+                    const u32 row = quarter * 4 + j;
+                    const float x = e < count && row < rows ? f16_to_f32(router[row * count + e]) : 0.0f;
+                    v = e < count ? f32_fma(scaled[t * 16 + row], x, v) : v + scaled[(BATCH + t) * 16 + row];
+                }
+                v += shuffle_xor(v, 1);
+                v += shuffle_xor(v, 2);
+                if (quarter == 0 && e < wide) a.shares[(u64)at * wide + e] = v;
+            }
         }
         block_sync();
     }
@@ -481,9 +512,12 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
             if (down) {
                 if (thread_id() < 16) {
                     if (pass == 0) total = 0;
-#pragma unroll 4
+#pragma unroll 2
                     for (u32 k = 0; k < ranks; k++) {
-                        total = f32_fma(fixed->weights[pass * WARPS + k], added(0, k * shares, shares, thread_id()), total);
+                        const float *from = sums + k * shares * 16 + thread_id();
+                        float y = from[0];
+                        for (u32 share = 1; share < shares; share++) y += from[share * 16];
+                        total = f32_fma(fixed->weights[pass * WARPS + k], y, total);
                     }
                     const u32 at = passes == 1 ? base : base / passes, output = (block + at * grid) * 16 + thread_id();
                     if (pass + 1 == passes && output < a.width) {
@@ -547,24 +581,27 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         }
         u32 *slots = (u32 *)(probability + a.experts);
         for (u32 e = thread_id(); w.slots && e < a.experts; e += THREADS) slots[e] = load_shared_u32(w.slots + e);
-        for (u32 e = lane; e < wide; e += 64) {
-            float sums[2] = {0, 0};
-            for (u32 tile = warp; tile < tiles; tile += WARPS * 8) {
-                float v[2][8];
+#pragma unroll 1
+        for (u32 e = lane; e < wide; e += 96) {
+            float part_sums[3] = {0, 0, 0};
+#pragma unroll 1
+            for (u32 at = warp; at < tiles; at += WARPS * 8) {
+                float v[3][8];
 #pragma unroll
                 for (u32 u = 0; u < 8; u++) {
-                    const u32 at = tile + u * WARPS;
 #pragma unroll
-                    for (u32 h = 0; h < 2; h++) {
-                        const bool there = at < tiles && e + h * 32 < wide;
-                        v[h][u] = there ? load_shared_f32(a.shares + (u64)at * wide + e + h * 32) : 0.0f;
+                    for (u32 h = 0; h < 3; h++) {
+                        const bool there = at + u * WARPS < tiles && e + h * 32 < wide;
+                        v[h][u] = there ? load_shared_f32(a.shares + (at + u * WARPS) * wide + e + h * 32) : 0.0f;
                     }
                 }
 #pragma unroll
-                for (u32 u = 0; u < 8; u++) sums[0] += v[0][u], sums[1] += v[1][u];
+                for (u32 u = 0; u < 8; u++) part_sums[0] += v[0][u], part_sums[1] += v[1][u], part_sums[2] += v[2][u];
             }
-            parts[warp * wide + e] = sums[0];
-            if (e + 32 < wide) parts[warp * wide + e + 32] = sums[1];
+#pragma unroll
+            for (u32 h = 0; h < 3; h++) {
+                if (e + h * 32 < wide) parts[warp * wide + e + h * 32] = part_sums[h];
+            }
         }
         block_sync();
         for (u32 e = thread_id(); e < wide; e += THREADS) {
@@ -661,13 +698,11 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         float *scaled = (float *)(room + activation_stride(a.heads * a.head_dim));
         switch (phase) {
         case 0:
-            if (!head) prefetch_small(l, *row);
             load_normed(room, hidden, head ? a.final_norm : w.attention_norm, a.eps, 0, 1, a.width, sums);
             of = head ? HEAD : QKV;
             break;
         case 1:
             attend(l, row);
-            if (l + 1 < a.count) prefetch_qkv(l + 1);
             return;
         case 2:
             columns = a.heads * a.head_dim;
@@ -733,7 +768,10 @@ template <int EXPERT, int DENSE, int SLOTS> HZ_DEVICE void token(const Persisten
         t.step(phase, l, hidden, a.rows + a.row);
         if (l == a.count) break;
         clock();
-        t.grid_barrier();
+        t.grid_barrier([&] {
+            if (phase == 1 && l + 1 < a.count) t.prefetch_qkv(l + 1);
+            if (phase == 3 && l + 1 < a.count) t.prefetch_small(l + 1, a.rows[a.row]);
+        });
         if (++phase == 5) phase = 0, l++;
     }
     if (a.vocab) t.finish_head();

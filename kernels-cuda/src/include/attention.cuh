@@ -52,6 +52,9 @@ HZ_DEVICE float squares_of(const float *from, u32 n) {
     return sum;
 }
 
+// 0: query, 1: key, 2: value, 3: nothing.
+HZ_DEVICE u32 kind_of(u32 job, u32 padded) { return (job >= padded) + (job >= 2 * padded) + (job >= 3 * padded); }
+
 // Query, key and value of one head, ready for scores: [query, key, value][padded] as FP32 that holds FP16 values. Keys and
 // values only if `fresh`. All operands are on their way before the sums of the norm are known. All threads.
 // `room` is two floats a warp. JOBS elements a thread.
@@ -64,7 +67,7 @@ HZ_DEVICE void prepare_all(const AttendArgs &a, const float *qkv, u32 head, u32 
     f32x2 turn[JOBS];
 #pragma unroll
     for (u32 j = 0; j < JOBS; j++) {
-        const u32 job = thread_id() + j * block_threads(), kind = job / a.padded, i = job % a.padded;
+        const u32 job = thread_id() + j * block_threads(), kind = kind_of(job, a.padded), i = job - kind * a.padded;
         own[j] = pair[j] = 0, own_norm[j] = pair_norm[j] = 1, turn[j] = {1, 0};
         if (kind > (fresh ? 2u : 0u) || i >= hd) continue;
         const u32 other = i < half ? i + half : i - half, of = kind ? kv_head : head;
@@ -95,7 +98,7 @@ HZ_DEVICE void prepare_all(const AttendArgs &a, const float *qkv, u32 head, u32 
     }
 #pragma unroll
     for (u32 j = 0; j < JOBS; j++) {
-        const u32 job = thread_id() + j * block_threads(), kind = job / a.padded;
+        const u32 job = thread_id() + j * block_threads(), kind = kind_of(job, a.padded);
         if (kind > (fresh ? 2u : 0u)) continue;
         float v = own[j], w = pair[j];
         if (kind < 2 && a.norm != NORM_NONE) {
@@ -117,8 +120,13 @@ HZ_DEVICE Positions split_positions(u32 position, u32 window, u32 split, u32 mos
     Positions p;
     p.end = position + 1;
     const u32 first = window && p.end > window ? p.end - window : 0, seen = p.end - first;
-    const u32 chunk = max_u32(least, ceil_div(ceil_div(seen, most), 32) * 32);
-    p.splits = ceil_div(seen, chunk);
+    // Short sequences take one split, and no division.
+    u32 chunk = least;
+    p.splits = 1;
+    if (seen > least) {
+        chunk = max_u32(least, ceil_div(ceil_div(seen, most), 32) * 32);
+        p.splits = ceil_div(seen, chunk);
+    }
     p.from = min_u32(first + split * chunk, p.end), p.to = min_u32(p.from + chunk, p.end);
     return p;
 }
