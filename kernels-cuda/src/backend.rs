@@ -55,6 +55,25 @@ impl CudaBackend {
         &FragmentTiles
     }
 
+    /// As [`Backend::plan`], known without a device.
+    ///
+    /// # Errors
+    /// As [`Backend::plan`].
+    pub fn predict(
+        spec: &ModelSpec,
+        encoding: ExpertEncoding,
+        dense: DenseFormat,
+        regime: &Regime,
+    ) -> Result<Plan, BackendError> {
+        let shape = Shape::new(spec, encoding, dense, regime)?;
+        let mut ledger = vec![WeightsPlan::new(spec, &shape).ledger()];
+        ledger.extend(WorkspacePlan::new(&shape).ledger());
+        Ok(Plan {
+            ledger,
+            regime: *regime,
+        })
+    }
+
     /// Opens the model as what it is.
     ///
     /// # Errors
@@ -152,13 +171,7 @@ impl Backend for CudaBackend {
     }
 
     fn plan(&self, spec: &ModelSpec, regime: &Regime) -> Result<Plan, BackendError> {
-        let shape = Shape::new(spec, self.encoding, self.dense, regime)?;
-        let mut ledger = vec![WeightsPlan::new(spec, &shape).ledger()];
-        ledger.extend(WorkspacePlan::new(&shape).ledger());
-        Ok(Plan {
-            ledger,
-            regime: *regime,
-        })
+        Self::predict(spec, self.encoding, self.dense, regime)
     }
 
     fn open(

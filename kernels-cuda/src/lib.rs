@@ -5,6 +5,7 @@
 pub mod arena;
 pub mod args;
 pub mod backend;
+pub mod bandwidth;
 pub mod driver;
 pub mod executors;
 pub mod launches;

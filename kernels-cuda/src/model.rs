@@ -105,6 +105,19 @@ impl CudaModel {
         &self.shape
     }
 
+    fn layer(
+        &self,
+        builder: &Builder<'_>,
+        step: &StepShape,
+        layer: usize,
+        moe_row: usize,
+    ) -> Vec<NamedLaunch> {
+        match step.phase {
+            Phase::Prefill => builder.layer_many(step, layer, moe_row),
+            Phase::Decode => builder.layer(step, layer, moe_row),
+        }
+    }
+
     /// Whether the persistent kernel computes the step.
     fn persistent(&self, step: &StepShape) -> bool {
         step.phase == Phase::Decode && self.executor == Executor::PersistentV1
@@ -124,7 +137,7 @@ impl CudaModel {
         }
         let mut moe_row = 0;
         for (layer, l) in self.spec.layers.iter().enumerate() {
-            out.extend(builder.layer(step, layer, moe_row));
+            out.extend(self.layer(&builder, step, layer, moe_row));
             moe_row += usize::from(l.moe().is_some());
         }
         out.extend(builder.end(step));
@@ -235,7 +248,7 @@ impl CudaModel {
                         let part = |row| builder.persistent(layer..layer + 1, row, None, true);
                         self.run(&(0..step.rows).map(part).collect::<Vec<_>>())?;
                     } else {
-                        self.run(&builder.layer(step, layer, moe_row))?;
+                        self.run(&self.layer(&builder, step, layer, moe_row))?;
                     }
                     moe_row += usize::from(l.moe().is_some());
                     self.layer_taps(layer, step.rows, taps)?;
@@ -268,6 +281,13 @@ impl CompiledModel for CudaModel {
             ));
         }
         check_batch(&self.spec, &self.shape.regime, &mut self.filled, batch)?;
+        if batch.phase == Phase::Decode && batch.rows.len() > self.shape.few_rows() {
+            return Err(StepError::Invalid(format!(
+                "{} rows in a decode step; there is room for {}",
+                batch.rows.len(),
+                self.shape.few_rows()
+            )));
+        }
         let mut sequences: Vec<_> = batch.rows.iter().map(|r| r.sequence).collect();
         sequences.sort_unstable();
         let step = StepShape {

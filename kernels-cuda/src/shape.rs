@@ -152,10 +152,16 @@ impl Shape {
         self.experts() + usize::from(gated)
     }
 
+    /// Most rows of a decode step.
+    #[must_use]
+    pub fn few_rows(&self) -> usize {
+        self.regime.max_rows.min(self.regime.sequences.max(TOKENS))
+    }
+
     /// Words of counters of a layer's fused executor.
     #[must_use]
     pub fn fused_counters(&self) -> usize {
-        2 + self.regime.max_rows * (2 + self.hidden_tiles())
+        2 + self.few_rows() * (2 + self.hidden_tiles())
     }
 
     /// Bytes of the KV cache of one layer.

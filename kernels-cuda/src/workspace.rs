@@ -3,6 +3,7 @@
 use crate::arena::{Arena, Carver, Piece, PinnedMemory};
 use crate::args::{MOST_SPLITS, PersistentLayer, Row};
 use crate::driver::{DevicePtr, DriverError, SharedDriver};
+use crate::executors::grouped_t3::WORK_BYTES;
 use crate::shape::Shape;
 
 macro_rules! pieces {
@@ -66,6 +67,14 @@ pieces! {
         logits,
         /// `u32 [rows]`
         chosen,
+        /// `f16 [rows, heads, padded]`: queries of steps of many rows.
+        queries,
+        /// `u32 [rows * top_k]`: pairs of row and rank by expert.
+        order,
+        /// Work tiles of the grouped executor.
+        work,
+        /// `u32`: how many.
+        work_count,
         /// `f32 [context, head_dim / 2, 2]`
         rotary,
         /// `PersistentLayer [layers]`
@@ -90,6 +99,8 @@ pieces! {
         fused,
         /// `u32 [3 + heads]`
         persistent,
+        /// Of the grouped executor.
+        grouped,
     }
 }
 
@@ -109,6 +120,8 @@ impl WorkspacePlan {
     #[must_use]
     pub fn new(shape: &Shape) -> Self {
         let m = shape.regime.max_rows;
+        // Steps of one row or a few.
+        let few = shape.few_rows();
         let mut cache = Carver::new("KV cache");
         let mut b = Carver::new("workspace");
         let mut c = Carver::new("counters");
@@ -120,8 +133,8 @@ impl WorkspacePlan {
             hidden: b.take(m * h, 4),
             qkv: b.take(m * shape.qkv(), 4),
             attended: b.take(m * shape.attended(), 2),
-            partials: b.take(m * shape.heads * MOST_SPLITS * (shape.padded + 2), 4),
-            shares: b.take(m * shape.hidden_tiles() * (shape.router_columns() + 1), 4),
+            partials: b.take(few * shape.heads * MOST_SPLITS * (shape.padded + 2), 4),
+            shares: b.take(few * shape.hidden_tiles() * (shape.router_columns() + 1), 4),
             router_logits: b.take(m * shape.experts(), 4),
             ids: b.take(m * k, 4),
             chosen_weights: b.take(m * k, 4),
@@ -136,6 +149,10 @@ impl WorkspacePlan {
             feed_forward_tap: b.take(m * h, 4),
             logits: b.take(m * shape.vocab, 4),
             chosen: b.take(m, 4),
+            queries: b.take(m * shape.heads * shape.padded, 2),
+            order: b.take(m * k, 4),
+            work: b.take(shape.experts().min(m * k) + m * k / 8, WORK_BYTES),
+            work_count: b.take(1, 4),
             layer_table: b.take(shape.layers, size_of::<PersistentLayer>()),
             rotary: b.take(shape.regime.context * (shape.head_dim / 2), 8),
             cache: cache.take(shape.layers * shape.layer_cache_bytes(), 1),
@@ -147,6 +164,7 @@ impl WorkspacePlan {
             best: c.take(m, 8),
             fused: c.take(shape.layers * shape.fused_counters(), 4),
             persistent: c.take(3 + shape.heads, 4),
+            grouped: c.take(m * shape.hidden_tiles().div_ceil(8), 4),
         };
         Self {
             cache,
@@ -184,6 +202,7 @@ impl WorkspacePlan {
             self.counter_pieces.best,
             self.counter_pieces.fused,
             self.counter_pieces.persistent,
+            self.counter_pieces.grouped,
         ] {
             // SAFETY: the piece lies in the arena that was just allocated.
             #[expect(unsafe_code, reason = "a fill of raw device memory")]

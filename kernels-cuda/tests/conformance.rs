@@ -82,6 +82,11 @@ mod emulated {
     }
 
     #[test]
+    fn grouped_t3() {
+        suite(&driver(), Executor::GroupedT3);
+    }
+
+    #[test]
     fn persistent_v1() {
         suite(&driver(), Executor::PersistentV1);
     }

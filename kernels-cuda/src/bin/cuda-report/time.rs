@@ -206,6 +206,60 @@ fn repeats(model: &mut CudaModel, experts: &Arc<dyn ExpertProvider>, start: usiz
     Ok(same as f64 / all as f64)
 }
 
+/// Prefill of 512 random tokens, in one step, and the time to the first token of a prompt of 32.
+fn prefill(model: &mut CudaModel, experts: &Arc<dyn ExpertProvider>, name: &str) -> Result<(), String> {
+    for count in [512usize, 128, 32] {
+        let tokens = conformance::tokens(count, model.shape().vocab, 6);
+        let mut all = Vec::new();
+        for _ in 0..12 {
+            let rows = (0..count).map(|position| StepRow {
+                token: tokens[position],
+                position,
+                sequence: 0,
+                logits: position + 1 == count,
+            });
+            let batch = StepBatch {
+                rows: rows.collect(),
+                taps: false,
+                phase: Phase::Prefill,
+                tokens_only: true,
+            };
+            let started = Instant::now();
+            let ticket = model.enqueue(&batch, experts).map_err(|e| e.to_string())?;
+            model.finish(ticket).map_err(|e| e.to_string())?;
+            all.push(started.elapsed().as_secs_f64() * 1e3);
+        }
+        let ms = median(all.split_off(2));
+        println!(
+            "prefill of {count} ({name}): {ms:.3} ms = {:.0} tok/s",
+            count as f64 / ms * 1e3
+        );
+    }
+    let step = StepShape {
+        rows: 512,
+        wanted: 1,
+        appended: true,
+        taps: false,
+        phase: Phase::Prefill,
+    };
+    let launches = model.launches(&step, &[511]);
+    let mut names: Vec<&str> = launches.iter().map(|l| l.name).collect();
+    names.sort_unstable();
+    names.dedup();
+    let driver = model.driver().clone();
+    for name in names {
+        let own: Vec<Launch> = launches
+            .iter()
+            .filter(|l| l.name == name)
+            .map(|l| l.launch.clone())
+            .collect();
+        let count = own.len();
+        let ms = graph_ms(driver.as_ref(), model.stream(), &own, 10).map_err(|e| e.to_string())?;
+        println!("  {name:<32} x{count:<3} {:>8.2} us", ms * 1e3 / count as f64);
+    }
+    Ok(())
+}
+
 /// Where the time of the persistent kernel goes: medians over layers of the clocks of one multiprocessor.
 fn profile(model: &mut CudaModel, driver: &SharedDriver, step: &StepShape) -> Result<(), String> {
     const PARTS: [&str; 5] = ["qkv", "attend", "project", "pairs", "down"];
@@ -253,7 +307,7 @@ pub fn model(
     ceiling: f64,
     steps: &usize,
 ) -> Result<(), String> {
-    let (mut model, experts) = loaded.open(driver, executor, 128)?;
+    let (mut model, experts) = loaded.open(driver, executor, 512)?;
     let bytes = bytes(&loaded.spec, loaded.dense_format);
     println!(
         "\n{}, dense {}, decode executor {}; {:.1} MB a token",
@@ -273,6 +327,9 @@ pub fn model(
         taps: false,
         phase: Phase::Decode,
     };
+    if executor == Executor::PersistentV1 {
+        prefill(&mut model, &experts, "grouped-t3")?;
+    }
     let mut filled = 16;
     for position in [16, 128, 1024, 4096] {
         fill(&mut model, &experts, filled, position)?;
