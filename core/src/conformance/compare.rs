@@ -130,6 +130,8 @@ impl Tolerance {
     ) -> Result<(), Disagreement> {
         #[expect(clippy::cast_precision_loss, reason = "widths are small")]
         let count = width as f32;
+        // The length of a short row is a draw that scatters more.
+        let few = 1.0 + 3.0 / count.sqrt();
         let distance = |a: &[f32], b: &[f32]| {
             a.iter()
                 .zip(b)
@@ -152,7 +154,7 @@ impl Tolerance {
             let norm = w.iter().map(|v| v * v).sum::<f32>().sqrt();
             let (difference, allowed) = (
                 distance(w, g),
-                self.factor * distance(w, exact) + self.floor * norm,
+                self.factor * few * distance(w, exact) + self.floor * norm,
             );
             if difference > allowed {
                 return fail(format!(
