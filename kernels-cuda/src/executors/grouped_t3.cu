@@ -238,12 +238,12 @@ HZ_KERNEL(Single<INT4>::THREADS, 2) grouped_t3_down_int4_single(HZ_ARGS(GroupedA
     HZ_SHARED(shared);
     grouped_down<Single<INT4>>(a, shared);
 }
-// registers: 192
+// registers: 255
 HZ_KERNEL(Wide<F16>::THREADS, 2) grouped_t3_gate_up_f16_wide(HZ_ARGS(GroupedArgs, a)) {
     HZ_SHARED(shared);
     grouped_gate_up<Wide<F16>>(a, shared);
 }
-// registers: 192
+// registers: 255
 HZ_KERNEL(Wide<F16>::THREADS, 2) grouped_t3_down_f16_wide(HZ_ARGS(GroupedArgs, a)) {
     HZ_SHARED(shared);
     grouped_down<Wide<F16>>(a, shared);

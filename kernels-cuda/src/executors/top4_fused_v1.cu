@@ -222,22 +222,22 @@ template <int ENC, int DENSE> HZ_DEVICE void fused(const FusedArgs &a, u8 *share
     }
 }
 
-// registers: 80
+// registers: 128
 HZ_KERNEL(256, 2) top4_fused_v1_int4_f16(HZ_ARGS(FusedArgs, a)) {
     HZ_SHARED(shared);
     fused<INT4, F16>(a, shared);
 }
-// registers: 80
+// registers: 128
 HZ_KERNEL(256, 2) top4_fused_v1_int4_q8(HZ_ARGS(FusedArgs, a)) {
     HZ_SHARED(shared);
     fused<INT4, Q8>(a, shared);
 }
-// registers: 80
+// registers: 128
 HZ_KERNEL(256, 2) top4_fused_v1_f16_f16(HZ_ARGS(FusedArgs, a)) {
     HZ_SHARED(shared);
     fused<F16, F16>(a, shared);
 }
-// registers: 80
+// registers: 128
 HZ_KERNEL(256, 2) top4_fused_v1_f16_q8(HZ_ARGS(FusedArgs, a)) {
     HZ_SHARED(shared);
     fused<F16, Q8>(a, shared);

@@ -7,7 +7,7 @@ static constexpr u32 MOST_SPLITS = 32, LEAST_POSITIONS = 32;
 
 // Keys and values of the step's rows into the cache, where rows of one sequence may see one another. Grid: rows, kv heads.
 // Shared memory in floats: query, key and value [padded], then two floats a warp.
-// registers: 64
+// registers: 128
 HZ_KERNEL(128, 4) append_kv(HZ_ARGS(AttendArgs, a)) {
     HZ_SHARED(shared);
     float *query = (float *)shared, *key = query + a.padded, *value = key + a.padded;

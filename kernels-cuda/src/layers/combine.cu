@@ -12,7 +12,7 @@ struct CombineArgs {
 };
 
 // Grid: parts of a row, rows.
-// registers: 40
+// registers: 64
 HZ_KERNEL(256, 4) combine(HZ_ARGS(CombineArgs, a)) {
     const u32 i = block_x() * 256 + thread_id(), r = block_y();
     successor_start();

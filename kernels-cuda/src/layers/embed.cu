@@ -15,7 +15,7 @@ struct EmbedArgs {
 };
 
 // Grid: rows.
-// registers: 32
+// registers: 64
 HZ_KERNEL(256, 4) embed(HZ_ARGS(EmbedArgs, a)) {
     HZ_SHARED(shared);
     Row *row = (Row *)shared;

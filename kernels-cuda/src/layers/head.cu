@@ -66,12 +66,12 @@ template <int ENC> HZ_DEVICE void head(const HeadArgs &a, u8 *shared) {
     }
 }
 
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) head_f16(HZ_ARGS(HeadArgs, a)) {
     HZ_SHARED(shared);
     head<F16>(a, shared);
 }
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) head_q8(HZ_ARGS(HeadArgs, a)) {
     HZ_SHARED(shared);
     head<Q8>(a, shared);

@@ -41,12 +41,12 @@ template <int ENC> HZ_DEVICE void norm_linear(const NormLinearArgs &a, u8 *share
     }
 }
 
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) norm_linear_f16(HZ_ARGS(NormLinearArgs, a)) {
     HZ_SHARED(shared);
     norm_linear<F16>(a, shared);
 }
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) norm_linear_q8(HZ_ARGS(NormLinearArgs, a)) {
     HZ_SHARED(shared);
     norm_linear<Q8>(a, shared);
@@ -89,22 +89,22 @@ template <int ENC, bool PAIRS> HZ_DEVICE void linear(const LinearArgs &a, u8 *sh
     }
 }
 
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) linear_f16(HZ_ARGS(LinearArgs, a)) {
     HZ_SHARED(shared);
     linear<F16, false>(a, shared);
 }
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) linear_q8(HZ_ARGS(LinearArgs, a)) {
     HZ_SHARED(shared);
     linear<Q8, false>(a, shared);
 }
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) pair_linear_f16(HZ_ARGS(LinearArgs, a)) {
     HZ_SHARED(shared);
     linear<F16, true>(a, shared);
 }
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) pair_linear_q8(HZ_ARGS(LinearArgs, a)) {
     HZ_SHARED(shared);
     linear<Q8, true>(a, shared);

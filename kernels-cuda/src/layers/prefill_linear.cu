@@ -53,7 +53,7 @@ HZ_KERNEL(Wide<F16>::THREADS, 2) prefill_linear_f16_wide(HZ_ARGS(PrefillLinearAr
 HZ_KERNEL(Middle<F16>::THREADS, 3) prefill_linear_f16_middle(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Middle, F16, false)
 }
-// registers: 192
+// registers: 255
 HZ_KERNEL(Narrow<F16>::THREADS, 4) prefill_linear_f16_narrow(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Narrow, F16, false)
 }
@@ -65,7 +65,7 @@ HZ_KERNEL(Wide<Q8>::THREADS, 2) prefill_linear_q8_wide(HZ_ARGS(PrefillLinearArgs
 HZ_KERNEL(Middle<Q8>::THREADS, 3) prefill_linear_q8_middle(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Middle, Q8, false)
 }
-// registers: 192
+// registers: 255
 HZ_KERNEL(Narrow<Q8>::THREADS, 4) prefill_linear_q8_narrow(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Narrow, Q8, false)
 }
@@ -77,7 +77,7 @@ HZ_KERNEL(Wide<F16>::THREADS, 2) prefill_pairs_f16_wide(HZ_ARGS(PrefillLinearArg
 HZ_KERNEL(Middle<F16>::THREADS, 3) prefill_pairs_f16_middle(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Middle, F16, true)
 }
-// registers: 192
+// registers: 255
 HZ_KERNEL(Narrow<F16>::THREADS, 4) prefill_pairs_f16_narrow(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Narrow, F16, true)
 }
@@ -89,7 +89,7 @@ HZ_KERNEL(Wide<Q8>::THREADS, 2) prefill_pairs_q8_wide(HZ_ARGS(PrefillLinearArgs,
 HZ_KERNEL(Middle<Q8>::THREADS, 3) prefill_pairs_q8_middle(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Middle, Q8, true)
 }
-// registers: 192
+// registers: 255
 HZ_KERNEL(Narrow<Q8>::THREADS, 4) prefill_pairs_q8_narrow(HZ_ARGS(PrefillLinearArgs, a)) {
     PREFILL_LINEAR(Narrow, Q8, true)
 }

@@ -124,12 +124,12 @@ template <int ENC> HZ_DEVICE void project(const ProjectArgs &a, u8 *shared) {
     if (last_to_arrive(a.counters + block_y(), tiles, word)) finish_rows(a, first, tokens, (float *)shared);
 }
 
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) project_f16(HZ_ARGS(ProjectArgs, a)) {
     HZ_SHARED(shared);
     project<F16>(a, shared);
 }
-// registers: 96
+// registers: 128
 HZ_KERNEL(256, 2) project_q8(HZ_ARGS(ProjectArgs, a)) {
     HZ_SHARED(shared);
     project<Q8>(a, shared);
