@@ -8,6 +8,7 @@ use horizon_cache::Policy;
 use horizon_core::qpacked::{BlockSize, Quantizer};
 use horizon_core::synthetic::Shape;
 use horizon_models::pack::{DEFAULT_BLOCK, DEFAULT_QUANTIZER};
+use horizon_runtime::engine::ExecutorKind;
 use horizon_runtime::size::parse_bytes;
 
 pub use crate::names::*;
@@ -117,12 +118,13 @@ pub struct ModelArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Execution")]
 pub struct ExecutionArgs {
-    /// What computes
-    #[arg(long, value_enum, default_value_t = BackendName::Cpu)]
-    pub backend: BackendName,
-    /// How routed experts are computed [default: cpu-grouped, with --backend cpu-reference its own]
+    /// What computes [default: cuda if there is a card that holds the model, else cpu]
     #[arg(long, value_enum, value_name = "NAME")]
-    pub executor: Option<ExecutorName>,
+    pub backend: Option<BackendName>,
+    /// How routed experts are computed; without --backend it is the backend that has it [default: cpu-grouped;
+    /// persistent-v1 on cuda]
+    #[arg(long, value_name = "NAME", value_parser = executors())]
+    pub executor: Option<ExecutorKind>,
     /// How routed experts are held and executed; f16 is the unquantized control
     #[arg(long, value_enum, default_value_t = ExpertsName::Qpacked)]
     pub experts: ExpertsName,

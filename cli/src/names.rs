@@ -1,6 +1,8 @@
 //! Names that options take as values.
 
 use clap::ValueEnum;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use horizon_runtime::engine::ExecutorKind;
 
 /// Backends by name; those that this build lacks are known, to say so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -10,25 +12,28 @@ pub enum BackendName {
     /// One thread, written like the formulas; slow
     CpuReference,
     /// NVIDIA GPUs
-    #[value(hide = true)]
     Cuda,
     /// GPUs through wgpu
     #[value(hide = true)]
     Wgpu,
 }
 
-/// `--executor`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ExecutorName {
-    /// Tiled experts, FP32 multiply-adds
-    #[value(name = "cpu-grouped")]
-    CpuGrouped,
-    /// Packed experts, rows rounded to 16-bit integers, exact sums of a word
-    #[value(name = "cpu-grouped-i16")]
-    CpuGroupedI16,
-    /// That of --backend cpu-reference
-    #[value(name = "cpu-reference")]
-    CpuReference,
+/// `--executor`: the executors of all backends, by name.
+pub fn executors() -> impl TypedValueParser<Value = ExecutorKind> {
+    let help = |e| match e {
+        ExecutorKind::CpuGrouped => "Tiled experts, FP32 multiply-adds",
+        ExecutorKind::CpuGroupedI16 => {
+            "Packed experts, rows rounded to 16-bit integers, exact sums of a word"
+        }
+        ExecutorKind::CpuReference => "That of --backend cpu-reference",
+        ExecutorKind::Cuda(_) => "Of --backend cuda, for decode",
+    };
+    let values = ExecutorKind::all().map(move |e| PossibleValue::new(e.name()).help(help(e)));
+    PossibleValuesParser::new(values).try_map(|name| {
+        ExecutorKind::all()
+            .find(|e| e.name() == name)
+            .ok_or("there is no such executor")
+    })
 }
 
 /// `--experts`.

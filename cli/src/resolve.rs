@@ -10,14 +10,14 @@ use horizon_core::qpacked::Quantizer;
 use horizon_models::generation::GenerationConfig;
 use horizon_models::hub::RepoId;
 use horizon_models::source::ExpertsMode;
-use horizon_runtime::engine::{BackendKind, EngineOptions, ExecutorKind};
+use horizon_runtime::engine::{BackendChoice, BackendKind, EngineOptions, ExecutorKind};
 use horizon_runtime::residency::{CacheOptions, Capacity};
 use horizon_runtime::sampler::Sampling;
 use serde::Serialize;
 
 use crate::args::{
-    ActivationsName, BackendName, DenseName, ExecutionArgs, ExecutorName, ExpertsName, GenerateArgs,
-    PackingArgs, QuantizerName, ResidencyArgs,
+    ActivationsName, BackendName, DenseName, ExecutionArgs, ExpertsName, GenerateArgs, PackingArgs,
+    QuantizerName, ResidencyArgs,
 };
 use crate::output::CliError;
 
@@ -54,20 +54,11 @@ impl ModelPlace {
 /// A backend that this build lacks, an executor that the backend lacks; packing settings for experts that are not
 /// packed.
 pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
-    let lacks = |name, what| {
-        Err(CliError::usage(format!(
-            "--backend {name}: this build has no {what} backend; it has cpu and cpu-reference"
-        )))
-    };
-    let backend = match args.backend {
-        BackendName::Cpu => BackendKind::Cpu,
-        BackendName::CpuReference => BackendKind::CpuReference,
-        BackendName::Cuda => return lacks("cuda", "CUDA"),
-        BackendName::Wgpu => return lacks("wgpu", "wgpu"),
-    };
-    let executor = backend
-        .executor(args.executor.map(ExecutorKind::from))
-        .map_err(|e| CliError::usage(format!("--executor: {e}")))?;
+    let backend = backend(args)?;
+    if let (BackendChoice::Named(kind), asked) = (backend, args.executor) {
+        kind.executor(asked)
+            .map_err(|e| CliError::usage(format!("--executor: {e}")))?;
+    }
     let activations = match args.activations {
         ActivationsName::F16 => Activations::F16,
         ActivationsName::F32 => Activations::F32,
@@ -75,7 +66,7 @@ pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
     check_cache(&args.residency)?;
     Ok(EngineOptions {
         backend,
-        executor,
+        executor: args.executor,
         cache: capacity(&args.residency).map(|capacity| CacheOptions {
             capacity,
             spares: args.residency.spares,
@@ -90,6 +81,35 @@ pub fn engine_options(args: &ExecutionArgs) -> Result<EngineOptions, CliError> {
         context: args.ctx.map(Into::into),
         threads: args.threads,
     })
+}
+
+/// The backend that is named, by an executor too: one of the CUDA backend's means that backend, any other `cpu`.
+fn backend(args: &ExecutionArgs) -> Result<BackendChoice, CliError> {
+    let kind = match (args.backend, args.executor) {
+        (Some(BackendName::Cpu), _) => BackendKind::Cpu,
+        (Some(BackendName::CpuReference), _) => BackendKind::CpuReference,
+        (Some(BackendName::Cuda), _) | (None, Some(ExecutorKind::Cuda(_))) => BackendKind::Cuda,
+        (Some(BackendName::Wgpu), _) => {
+            let known = BackendKind::ALL.map(BackendKind::name).join(", ");
+            return Err(CliError::usage(format!(
+                "--backend wgpu: this build has no wgpu backend; it has {known}"
+            )));
+        }
+        (None, Some(_)) => BackendKind::Cpu,
+        (None, None) => return Ok(BackendChoice::Automatic),
+    };
+    if kind == BackendKind::Cuda {
+        let flag = match (args.residency.capacity, args.residency.vram) {
+            (Some(_), _) => "-c",
+            (None, Some(_)) => "--vram",
+            (None, None) => return Ok(BackendChoice::Named(kind)),
+        };
+        return Err(CliError::usage(format!(
+            "{flag}: partial residency is not available on cuda yet; leave {flag} out to have all experts on the card, \
+             or give --backend cpu"
+        )));
+    }
+    Ok(BackendChoice::Named(kind))
 }
 
 /// Refuses settings of a cache that is not asked for.
@@ -137,16 +157,6 @@ fn experts_mode(args: &ExecutionArgs) -> Result<ExpertsMode, CliError> {
             Err(CliError::usage(format!(
                 "{flag}: with --experts f16 nothing is packed"
             )))
-        }
-    }
-}
-
-impl From<ExecutorName> for ExecutorKind {
-    fn from(name: ExecutorName) -> Self {
-        match name {
-            ExecutorName::CpuGrouped => Self::CpuGrouped,
-            ExecutorName::CpuGroupedI16 => Self::CpuGroupedI16,
-            ExecutorName::CpuReference => Self::CpuReference,
         }
     }
 }
@@ -362,8 +372,12 @@ mod tests {
     fn backends_that_are_not_built_in_and_contradictions_are_usage_errors() {
         let options = |line: &[&str]| engine_options(&run_args(line).model.execution);
         for line in [
-            &["--backend", "cuda"] as &[&str],
-            &["--backend", "wgpu"],
+            &["--backend", "wgpu"] as &[&str],
+            &["--backend", "cuda", "-c", "4"],
+            &["--backend", "cuda", "--vram", "4GiB"],
+            &["--executor", "persistent-v1", "-c", "4"],
+            &["--backend", "cuda", "--executor", "cpu-grouped"],
+            &["--backend", "cpu", "--executor", "persistent-v1"],
             &["--experts", "f16", "--block", "32"],
             &["--experts", "f16", "--quantizer", "mse"],
         ] {
@@ -377,6 +391,24 @@ mod tests {
         assert!(
             matches!(o.experts, ExpertsMode::Qpacked { block: Some(b), quantizer: None } if b.get() == 64)
         );
+    }
+
+    #[test]
+    fn an_executor_names_its_backend_and_nothing_named_leaves_the_choice() {
+        let backend = |line: &[&str]| {
+            engine_options(&run_args(line).model.execution)
+                .expect("sound")
+                .backend
+        };
+        assert_eq!(backend(&[]), BackendChoice::Automatic);
+        assert_eq!(backend(&["-c", "4"]), BackendChoice::Automatic);
+        for kind in [BackendKind::Cpu, BackendKind::Cuda] {
+            let named = BackendChoice::Named(kind);
+            assert_eq!(backend(&["--backend", kind.name()]), named);
+            for executor in kind.executors() {
+                assert_eq!(backend(&["--executor", executor.name()]), named, "{executor:?}");
+            }
+        }
     }
 
     #[test]

@@ -26,6 +26,8 @@ pub enum Activations {
 
 /// Rows of a prefill step. A recorded constant: it never follows from a budget.
 pub const PREFILL_CHUNK: usize = 128;
+/// Rows of a prefill step on a CUDA device.
+pub const CUDA_PREFILL_CHUNK: usize = 512;
 
 /// What a model is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -133,12 +135,18 @@ pub struct Ticket(pub u64);
 pub struct StepOutput {
     /// Logits of the rows that asked, row-major `[rows, vocab]`.
     pub logits: Vec<f32>,
-    /// Most likely token of the same rows; ties to the lowest id.
+    /// Most likely token of the same rows; ties to the lowest id; [`NO_TOKEN`](Self::NO_TOKEN) where a backend that was
+    /// asked for tokens only met a logit that is NaN or +infinity.
     pub tokens: Vec<u32>,
     /// Taps, if asked for.
     pub taps: Vec<Tap>,
     /// What the step did.
     pub report: StepReport,
+}
+
+impl StepOutput {
+    /// No token can be chosen.
+    pub const NO_TOKEN: u32 = u32::MAX;
 }
 
 /// Counts of one step.
@@ -152,8 +160,13 @@ pub struct StepReport {
 
 /// A model that is ready to run. Owns its KV cache and workspaces.
 pub trait CompiledModel: Send {
-    /// The executor of routed groups, for steps of one row and of many.
+    /// The executor of routed groups in steps of [`Phase::Decode`].
     fn executor(&self) -> ExecutorId;
+
+    /// The executor of routed groups in steps of [`Phase::Prefill`].
+    fn prefill_executor(&self) -> ExecutorId {
+        self.executor()
+    }
 
     /// Starts a step.
     ///

@@ -19,7 +19,7 @@ use horizon_core::dense::DenseFormat;
 use horizon_core::stage::{Stage, TapData};
 use horizon_models::demo;
 use horizon_models::source::{ExpertsMode, ModelSource};
-use horizon_runtime::engine::{BackendKind, Engine, EngineOptions, ModelIdentity};
+use horizon_runtime::engine::{BackendChoice, BackendKind, Engine, EngineOptions, ModelIdentity};
 use horizon_runtime::text::tokenizer;
 
 /// How the stories begin.
@@ -75,8 +75,8 @@ impl Writer {
         let beginnings = BEGINNINGS.iter().map(|b| tokenizer.encode(b, true));
         let beginnings = beginnings.collect::<Result<_, _>>()?;
         let options = EngineOptions {
-            backend: BackendKind::Cpu,
-            executor: BackendKind::Cpu.executor(None)?,
+            backend: BackendChoice::Named(BackendKind::Cpu),
+            executor: None,
             cache: None,
             experts: ExpertsMode::default(),
             dense: DenseFormat::F16,

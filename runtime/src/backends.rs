@@ -3,10 +3,11 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use horizon_core::backend::{Backend, BackendError};
+use horizon_core::backend::{Backend, BackendError, CUDA_PREFILL_CHUNK, PREFILL_CHUNK};
 use horizon_core::cpu::{FastCpu, ReferenceCpu};
 use horizon_core::provider::SlotMemory;
 use horizon_core::record::{ExpertEncoding, RecordTiling};
+use horizon_kernels_cuda::{CudaBackend, Executor};
 use serde::Serialize;
 
 /// The backends of this build.
@@ -17,6 +18,17 @@ pub enum BackendKind {
     Cpu,
     /// [`ReferenceCpu`].
     CpuReference,
+    /// [`CudaBackend`].
+    Cuda,
+}
+
+/// A backend that is asked for, or none in particular.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BackendChoice {
+    /// This one, or an error.
+    Named(BackendKind),
+    /// A card if there is one that can hold the model and run it as asked, else the CPU.
+    Automatic,
 }
 
 /// Ways of computing routed groups.
@@ -28,6 +40,8 @@ pub enum ExecutorKind {
     CpuGroupedI16,
     /// Written like the formulas.
     CpuReference,
+    /// One of the CUDA backend's, for decode.
+    Cuda(Executor),
 }
 
 impl ExecutorKind {
@@ -38,17 +52,27 @@ impl ExecutorKind {
             Self::CpuGrouped => "cpu-grouped",
             Self::CpuGroupedI16 => "cpu-grouped-i16",
             Self::CpuReference => "cpu-reference",
+            Self::Cuda(executor) => executor.name(),
         }
+    }
+
+    /// Those of all backends.
+    pub fn all() -> impl Iterator<Item = Self> {
+        BackendKind::ALL.into_iter().flat_map(BackendKind::executors)
     }
 }
 
 impl BackendKind {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Cpu, Self::CpuReference, Self::Cuda];
+
     /// Its name on the command line and in reports.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
             Self::CpuReference => "cpu-reference",
+            Self::Cuda => "cuda",
         }
     }
 
@@ -58,15 +82,34 @@ impl BackendKind {
         match self {
             Self::Cpu => FastCpu::tiling(),
             Self::CpuReference => ReferenceCpu::tiling(),
+            Self::Cuda => CudaBackend::tiling(),
+        }
+    }
+
+    /// Most rows of a prefill step.
+    #[must_use]
+    pub fn prefill_chunk(self) -> usize {
+        match self {
+            Self::Cpu | Self::CpuReference => PREFILL_CHUNK,
+            Self::Cuda => CUDA_PREFILL_CHUNK,
         }
     }
 
     /// Its executors; the first is the default.
     #[must_use]
-    pub fn executors(self) -> &'static [ExecutorKind] {
+    pub fn executors(self) -> Vec<ExecutorKind> {
         match self {
-            Self::Cpu => &[ExecutorKind::CpuGrouped, ExecutorKind::CpuGroupedI16],
-            Self::CpuReference => &[ExecutorKind::CpuReference],
+            Self::Cpu => vec![ExecutorKind::CpuGrouped, ExecutorKind::CpuGroupedI16],
+            Self::CpuReference => vec![ExecutorKind::CpuReference],
+            Self::Cuda => {
+                let default = Executor::PersistentV1;
+                let others = Executor::ALL.into_iter().filter(|e| *e != default);
+                [default]
+                    .into_iter()
+                    .chain(others)
+                    .map(ExecutorKind::Cuda)
+                    .collect()
+            }
         }
     }
 
@@ -88,18 +131,27 @@ impl BackendKind {
             }
         }
     }
+}
 
-    pub(crate) fn build(
-        self,
-        executor: ExecutorKind,
-        threads: Option<NonZeroUsize>,
-        slots: Arc<dyn SlotMemory>,
-        encoding: ExpertEncoding,
-    ) -> Result<Box<dyn Backend>, BackendError> {
-        let integers = self.executor(Some(executor))? == ExecutorKind::CpuGroupedI16;
-        Ok(match self {
-            Self::Cpu => Box::new(FastCpu::new(threads, slots, encoding)?.with_integers(integers)),
-            Self::CpuReference => Box::new(ReferenceCpu::new(slots, encoding)),
-        })
+/// Builds the backend of an executor that computes on the host.
+pub(crate) fn build_host(
+    executor: ExecutorKind,
+    threads: Option<NonZeroUsize>,
+    slots: Arc<dyn SlotMemory>,
+    encoding: ExpertEncoding,
+) -> Result<Box<dyn Backend>, BackendError> {
+    let fast = |integers| -> Result<Box<dyn Backend>, BackendError> {
+        Ok(Box::new(
+            FastCpu::new(threads, slots.clone(), encoding)?.with_integers(integers),
+        ))
+    };
+    match executor {
+        ExecutorKind::CpuGrouped => fast(false),
+        ExecutorKind::CpuGroupedI16 => fast(true),
+        ExecutorKind::CpuReference => Ok(Box::new(ReferenceCpu::new(slots, encoding))),
+        ExecutorKind::Cuda(e) => Err(BackendError::Unsupported {
+            backend: BackendKind::Cuda.name(),
+            reason: format!("executor {} does not compute on the host", e.name()),
+        }),
     }
 }

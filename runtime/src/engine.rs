@@ -7,12 +7,9 @@ use std::time::Instant;
 
 use horizon_cache::{Geometry, Policy};
 use horizon_core::artifact::Progress;
-use horizon_core::backend::{
-    Activations, Backend, BackendError, CompiledModel, ExecutorId, PREFILL_CHUNK, Plan, Regime,
-};
+use horizon_core::backend::{Activations, BackendError, CompiledModel, ExecutorId, PREFILL_CHUNK, Regime};
 use horizon_core::dense::DenseFormat;
-use horizon_core::image::NoExperts;
-use horizon_core::provider::{ExpertProvider, SlotMemory};
+use horizon_core::provider::ExpertProvider;
 use horizon_core::qpacked::{BlockSize, Quantizer};
 use horizon_core::record::{ExpertEncoding, RecordLayout};
 use horizon_core::spec::ModelSpec;
@@ -23,11 +20,14 @@ use horizon_models::source::{
 use serde::Serialize;
 use thiserror::Error;
 
-pub use crate::backends::{BackendKind, ExecutorKind};
+use crate::backends::build_host;
+pub use crate::backends::{BackendChoice, BackendKind, ExecutorKind};
 use crate::budget::Fit;
+use crate::choice::{Chosen, choose, plan, record_bytes};
+use crate::device::{Device, DeviceError, DeviceMemory, OpenDevice, first_card};
 use crate::eval::Evaluator;
 use crate::residency::{
-    self, CacheOptions, Opened, Residency, ResidencyError, ResidencySettings, device_bytes,
+    self, CacheOptions, Opened, Residency, ResidencyError, ResidencySettings, STAGING_BUFFERS, device_bytes,
 };
 use crate::session::{Limits, Session};
 
@@ -38,9 +38,9 @@ pub const DEFAULT_CONTEXT: usize = 4096;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
     /// What computes.
-    pub backend: BackendKind,
-    /// Executor of routed groups, one that the backend has.
-    pub executor: ExecutorKind,
+    pub backend: BackendChoice,
+    /// Executor of routed groups, one that the backend has; `None`: its default.
+    pub executor: Option<ExecutorKind>,
     /// The cache; `None`: every expert is resident.
     pub cache: Option<CacheOptions>,
     /// Form of the routed experts.
@@ -62,6 +62,10 @@ pub struct Settings {
     pub model: ModelIdentity,
     /// What computes.
     pub backend: BackendKind,
+    /// Why this backend: `named`, or what made the choice.
+    pub backend_reason: String,
+    /// Memory of the card that the model takes, if it runs on one.
+    pub device_memory: Option<DeviceMemory>,
     /// Executor of routed groups in prefill.
     pub prefill_executor: ExecutorId,
     /// Executor of routed groups in decode.
@@ -160,15 +164,15 @@ pub struct OpenTimings {
 pub struct HostMemory {
     /// Routed experts and non-routed weights.
     pub weights: HostBytes,
-    /// KV cache, workspaces: as the backend plans them; the cache's slots and staging buffers.
+    /// KV cache, workspaces: as the backend plans them; the cache's slots and staging buffers. Of a model on a card, what
+    /// is page-locked for it.
     pub plan: Vec<(&'static str, u64)>,
     /// What stays while the model runs.
     pub total: u64,
 }
 
 impl HostMemory {
-    fn new(weights: HostBytes, plan: &Plan, device: &[(&'static str, u64)]) -> Self {
-        let plan = [&plan.ledger, device].concat();
+    fn new(weights: HostBytes, plan: Vec<(&'static str, u64)>) -> Self {
         Self {
             total: weights.resident() + plan.iter().map(|(_, bytes)| bytes).sum::<u64>(),
             weights,
@@ -205,6 +209,9 @@ pub enum EngineError {
     /// The cache.
     #[error(transparent)]
     Residency(#[from] ResidencyError),
+    /// The card.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 /// A model that is ready to run.
@@ -217,6 +224,7 @@ pub struct Engine {
     settings: Settings,
     memory: HostMemory,
     timings: OpenTimings,
+    device: Option<Device>,
     notes: Vec<String>,
     details: Vec<String>,
 }
@@ -224,6 +232,7 @@ pub struct Engine {
 /// A model whose weights are in memory. Nothing is read from its source any more.
 pub struct LoadedEngine {
     options: EngineOptions,
+    chosen: Chosen,
     cache: Option<(Geometry, Policy)>,
     fit: Option<Fit>,
     loaded: LoadedModel,
@@ -243,7 +252,24 @@ impl LoadedEngine {
         options: &EngineOptions,
         progress: &dyn Progress,
     ) -> Result<Self, EngineError> {
-        let Prediction { memory, cache, fit } = predict(source, options)?;
+        Self::load_for(source, options, &first_card, progress)
+    }
+
+    /// As [`load`](Self::load), for a card that `open` gives.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_for(
+        source: &ModelSource,
+        options: &EngineOptions,
+        open: OpenDevice<'_>,
+        progress: &dyn Progress,
+    ) -> Result<Self, EngineError> {
+        let chosen = choose(source.spec(), options, encoding(source, options.experts), open)?;
+        if let Some(note) = &chosen.note {
+            progress.note(note);
+        }
+        let Prediction { memory, cache, fit } = predict(source, options, (chosen.kind, chosen.executor))?;
         let pool = pool(options.threads.map_or(0, NonZeroUsize::get))?;
         let started = Instant::now();
         let load = LoadOptions {
@@ -251,9 +277,10 @@ impl LoadedEngine {
             dense: options.dense,
             ..LoadOptions::default()
         };
-        let loaded = pool.install(|| source.load(&load, options.backend.tiling(), progress))?;
+        let loaded = pool.install(|| source.load(&load, chosen.kind.tiling(), progress))?;
         Ok(Self {
             options: *options,
+            chosen,
             cache,
             fit,
             loaded,
@@ -270,23 +297,37 @@ impl LoadedEngine {
     /// # Errors
     /// [`EngineError`] naming the limit.
     pub fn admit(self) -> Result<Engine, EngineError> {
-        let Self { options, loaded, .. } = self;
+        let Self {
+            options,
+            loaded,
+            chosen,
+            ..
+        } = self;
         let started = Instant::now();
-        let regime = regime(&loaded.spec, &options)?;
+        let regime = regime(&loaded.spec, &options, chosen.kind)?;
+        let image = loaded.image.clone();
         let Opened {
             slots,
             experts,
             residency,
             settings,
-        } = residency::open(&loaded.spec, loaded.image, self.cache)?;
-        let backend = build(&options, slots, loaded.encoding)?;
+        } = residency::open(&loaded.spec, loaded.image, self.cache, chosen.device.is_none())?;
+        let backend = match (&chosen.device, chosen.executor) {
+            (Some(device), ExecutorKind::Cuda(executor)) => {
+                let image = image.as_deref();
+                device.backend(&loaded.spec, image, loaded.encoding, options.dense, executor)?
+            }
+            (_, executor) => build_host(executor, options.threads, slots, loaded.encoding)?,
+        };
         let plan = backend.plan(&loaded.spec, &regime)?;
         let model = backend.open(&loaded.spec, &plan, &loaded.dense)?;
         Ok(Engine {
             settings: Settings {
                 model: self.identity,
-                backend: options.backend,
-                prefill_executor: model.executor(),
+                backend: chosen.kind,
+                backend_reason: chosen.reason,
+                device_memory: chosen.device.as_ref().map(|d| d.memory().clone()),
+                prefill_executor: model.prefill_executor(),
                 decode_executor: model.executor(),
                 residency: settings,
                 budget: self.fit,
@@ -295,11 +336,10 @@ impl LoadedEngine {
                 dense: options.dense,
                 context: regime.context,
                 model_context: loaded.spec.context,
-                prefill_chunk: PREFILL_CHUNK,
-                threads: if options.backend == BackendKind::Cpu {
-                    self.threads
-                } else {
-                    1
+                prefill_chunk: chosen.kind.prefill_chunk(),
+                threads: match chosen.kind {
+                    BackendKind::CpuReference => 1,
+                    BackendKind::Cpu | BackendKind::Cuda => self.threads,
                 },
             },
             memory: self.memory,
@@ -307,6 +347,7 @@ impl LoadedEngine {
                 load_s: self.load_s,
                 open_s: started.elapsed().as_secs_f64(),
             },
+            device: chosen.device,
             spec: loaded.spec,
             layout: loaded.layout,
             notes: loaded.notes,
@@ -361,6 +402,12 @@ impl Engine {
         &self.memory
     }
 
+    /// The card that it runs on, if it does; usable when the engine has become a session or is gone.
+    #[must_use]
+    pub fn device(&self) -> Option<Device> {
+        self.device.clone()
+    }
+
     /// How long opening took.
     #[must_use]
     pub fn timings(&self) -> OpenTimings {
@@ -384,7 +431,7 @@ impl Engine {
         Evaluator {
             model: self.model.as_mut(),
             experts: &self.experts,
-            chunk: PREFILL_CHUNK,
+            chunk: self.settings.prefill_chunk,
         }
     }
 
@@ -409,12 +456,22 @@ impl Engine {
     }
 }
 
-/// Host memory that `source` would take under `options`, by the same sums that [`Engine::open`] reports.
+/// Host memory that `source` would take under `options`, by the same sums that [`Engine::open`] reports. No card is
+/// looked for: without a backend that is named it is that of the CPU backend.
 ///
 /// # Errors
 /// As [`Engine::open`].
 pub fn predict_host_memory(source: &ModelSource, options: &EngineOptions) -> Result<HostMemory, EngineError> {
-    Ok(predict(source, options)?.memory)
+    let kind = named(options);
+    Ok(predict(source, options, (kind, kind.executor(options.executor)?))?.memory)
+}
+
+/// The backend that is named; else the one that every machine has.
+fn named(options: &EngineOptions) -> BackendKind {
+    match options.backend {
+        BackendChoice::Named(kind) => kind,
+        BackendChoice::Automatic => BackendKind::Cpu,
+    }
 }
 
 /// What is known before a byte of weights is read.
@@ -424,14 +481,24 @@ struct Prediction {
     fit: Option<Fit>,
 }
 
-fn predict(source: &ModelSource, options: &EngineOptions) -> Result<Prediction, EngineError> {
+fn predict(
+    source: &ModelSource,
+    options: &EngineOptions,
+    (kind, executor): (BackendKind, ExecutorKind),
+) -> Result<Prediction, EngineError> {
     let (spec, encoding) = (source.spec(), encoding(source, options.experts));
-    let regime = regime(spec, options)?;
-    let (tiling, layout) = (options.backend.tiling(), RecordLayout::new(spec, encoding));
-    let plan = build(options, Arc::new(NoExperts), encoding)?.plan(spec, &regime)?;
+    let regime = regime(spec, options, kind)?;
+    let record = record_bytes(spec, kind, encoding);
+    let plan = plan(spec, options, (kind, executor), encoding, &regime)?;
     let threads = pool(options.threads.map_or(0, NonZeroUsize::get))?.current_num_threads();
-    let weights = HostBytes::predict(spec, encoding, options.dense, tiling, threads);
-    let record = layout.map_or(0, |layout| tiling.tiled_bytes(&layout));
+    let weights = HostBytes::predict(spec, encoding, options.dense, kind.tiling(), threads);
+    if kind == BackendKind::Cuda {
+        return Ok(Prediction {
+            memory: HostMemory::new(weights, page_locked(spec, &regime, record)),
+            cache: None,
+            fit: None,
+        });
+    }
     let beside = || [&[("non-routed weights", weights.dense)], plan.ledger.as_slice()].concat();
     let (cache, fit) = match &options.cache {
         None => (None, None),
@@ -443,20 +510,22 @@ fn predict(source: &ModelSource, options: &EngineOptions) -> Result<Prediction, 
     let device = cache.as_ref().map(|(geometry, _)| device_bytes(geometry, record));
     let device = device.as_ref().map_or(&[] as &[_], |d| d.as_slice());
     Ok(Prediction {
-        memory: HostMemory::new(weights, &plan, device),
+        memory: HostMemory::new(weights, [&plan.ledger, device].concat()),
         cache,
         fit,
     })
 }
 
-fn build(
-    options: &EngineOptions,
-    slots: Arc<dyn SlotMemory>,
-    encoding: ExpertEncoding,
-) -> Result<Box<dyn Backend>, BackendError> {
-    options
-        .backend
-        .build(options.executor, options.threads, slots, encoding)
+/// Host memory that a card reads and writes by itself.
+fn page_locked(spec: &ModelSpec, regime: &Regime, record: usize) -> Vec<(&'static str, u64)> {
+    vec![
+        (
+            "page-locked embedding table",
+            (spec.vocab * spec.hidden * 2) as u64,
+        ),
+        ("page-locked logits", (regime.max_rows * spec.vocab * 4) as u64),
+        ("page-locked staging buffers", (STAGING_BUFFERS * record) as u64),
+    ]
 }
 
 /// How the experts of `source` would be held.
@@ -517,16 +586,23 @@ pub fn limits(spec: &ModelSpec, options: &EngineOptions) -> Result<Limits, Engin
     Ok(Limits {
         context: context(spec, options)?,
         model_context: spec.context,
-        prefill_chunk: PREFILL_CHUNK,
+        prefill_chunk: match options.backend {
+            BackendChoice::Named(kind) => kind.prefill_chunk(),
+            BackendChoice::Automatic => PREFILL_CHUNK,
+        },
     })
 }
 
-fn regime(spec: &ModelSpec, options: &EngineOptions) -> Result<Regime, EngineError> {
+pub(crate) fn regime(
+    spec: &ModelSpec,
+    options: &EngineOptions,
+    kind: BackendKind,
+) -> Result<Regime, EngineError> {
     let context = context(spec, options)?;
     Ok(Regime {
         activations: options.activations,
         context,
         sequences: 1,
-        max_rows: PREFILL_CHUNK,
+        max_rows: kind.prefill_chunk(),
     })
 }

@@ -3,6 +3,8 @@
 pub mod backends;
 pub mod bandwidth;
 pub mod budget;
+mod choice;
+pub mod device;
 pub mod disk;
 pub mod engine;
 pub mod eval;

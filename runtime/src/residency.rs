@@ -207,7 +207,7 @@ pub(crate) struct Opened {
     pub settings: ResidencySettings,
 }
 
-/// Fills the slots and admits requests.
+/// Fills the slots and admits requests. Without a cache, `acquires` says whether the backend asks for each group.
 ///
 /// # Errors
 /// [`ResidencyError`].
@@ -215,6 +215,7 @@ pub(crate) fn open(
     spec: &ModelSpec,
     image: Option<Arc<ExpertImage>>,
     cache: Option<(Geometry, Policy)>,
+    acquires: bool,
 ) -> Result<Opened, ResidencyError> {
     if let Some((geometry, policy)) = cache {
         let image = image.ok_or(ResidencyError::NothingRouted)?;
@@ -239,7 +240,7 @@ pub(crate) fn open(
         Some(image) => image.clone(),
         None => Arc::new(NoExperts),
     };
-    let everything = Arc::new(Everything::new(spec, image));
+    let everything = Arc::new(Everything::new(spec, image, acquires));
     Ok(Opened {
         slots,
         experts: everything.clone(),
@@ -309,14 +310,17 @@ impl ResidencyReport {
 struct Everything {
     experts: Option<FullyResident>,
     layers: Vec<(LayerId, Counter)>,
+    /// Whether what is served passes here: a card chooses among its slots by itself.
+    acquires: bool,
     admitted: ProcessMark,
 }
 
 impl Everything {
-    fn new(spec: &ModelSpec, image: Option<Arc<ExpertImage>>) -> Self {
+    fn new(spec: &ModelSpec, image: Option<Arc<ExpertImage>>, acquires: bool) -> Self {
         Self {
             experts: image.map(FullyResident::new),
             layers: spec.moe_layers().map(|l| (l, Counter::new())).collect(),
+            acquires,
             admitted: ProcessMark::now(),
         }
     }
@@ -324,7 +328,11 @@ impl Everything {
     /// Only what something counts: there is no transfer whose bytes could be observed.
     fn observations(&self) -> Observations {
         let counts = |hits| ObservedCounts {
-            hits: Observation::Observed(hits),
+            hits: if self.acquires {
+                Observation::Observed(hits)
+            } else {
+                Observation::Unknown
+            },
             misses: Observation::Unknown,
             h2d_bytes: Observation::Unknown,
             staging_waits: Observation::Unknown,

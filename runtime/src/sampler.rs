@@ -17,6 +17,7 @@
 //! the software `exp` of the `libm` crate and summed in order of token id. So one seed gives one text wherever
 //! the logits are the same bits, whatever the processor or the system's mathematics library.
 
+use horizon_core::backend::StepOutput;
 use rand_core::{Rng, SeedableRng};
 use rand_pcg::Pcg64;
 use serde::Serialize;
@@ -78,6 +79,9 @@ pub enum SampleError {
         /// NaN or +infinity.
         value: f32,
     },
+    /// The same, told by a backend that chose the token itself.
+    #[error("a logit is NaN or +infinity; the model's output cannot be trusted")]
+    NoChoice,
     /// Every token is impossible, or there is none.
     #[error("none of {vocab} tokens is possible: every logit is -infinity")]
     NothingPossible {
@@ -177,6 +181,25 @@ impl Sampler {
             self.filter();
             self.draw()
         };
+        self.record(token);
+        Ok(token)
+    }
+
+    /// Whether [`sample`](Self::sample) gives the most likely token as the model scores them, so that a backend may
+    /// choose it.
+    #[must_use]
+    pub fn takes_most_likely(&self) -> bool {
+        self.settings.is_greedy() && self.settings.repetition_penalty == 1.0
+    }
+
+    /// Takes the token that a backend chose, and counts it as having occurred.
+    ///
+    /// # Errors
+    /// [`SampleError::NoChoice`] when it could choose none.
+    pub fn take(&mut self, token: u32) -> Result<u32, SampleError> {
+        if token == StepOutput::NO_TOKEN {
+            return Err(SampleError::NoChoice);
+        }
         self.record(token);
         Ok(token)
     }

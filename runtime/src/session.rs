@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use horizon_cache::trace::{Trace, TraceError};
-use horizon_core::backend::{CompiledModel, StepBatch, StepError, StepReport, StepRow};
+use horizon_core::backend::{CompiledModel, Phase, StepBatch, StepError, StepOutput, StepReport, StepRow};
 use horizon_core::provider::ExpertProvider;
 use serde::Serialize;
 use thiserror::Error;
@@ -254,15 +254,16 @@ impl Session {
         let mut sampler = Sampler::new(request.sampling, prompt)?;
         let mut output = Output::new(StopStrings::new(&request.stop)?, decoder, sink);
         let reused = self.reusable(prompt);
-        let (prefill, mut logits) = self.prefill(prompt, reused, cancel)?;
+        let tokens_only = sampler.takes_most_likely();
+        let (prefill, mut last) = self.prefill(prompt, reused, tokens_only, cancel)?;
         let mut first_token = start.elapsed();
         let mut decode = StepReport::default();
         let most = request.max_tokens.unwrap_or(usize::MAX);
         let stop = loop {
             // The prefill was cut short, or the answer is.
-            if cancel.load(Ordering::Relaxed) || logits.is_empty() {
+            let Some(scored_row) = last.as_ref().filter(|_| !cancel.load(Ordering::Relaxed)) else {
                 break StopReason::Cancelled;
-            }
+            };
             let (generated, position) = (output.token_ids.len(), prompt.len() + output.token_ids.len());
             if generated >= most {
                 break StopReason::MaxTokens;
@@ -270,7 +271,7 @@ impl Session {
             if position >= self.limits.context {
                 break StopReason::ContextFull;
             }
-            let token = sampler.sample(&logits)?;
+            let token = choose(&mut sampler, scored_row)?;
             if generated == 0 {
                 first_token = start.elapsed();
             }
@@ -284,9 +285,9 @@ impl Session {
                     sequence: 0,
                     logits: true,
                 };
-                let step = self.step(vec![row])?;
-                add(&mut decode, step.1);
-                logits = step.0;
+                let step = self.step(vec![row], Phase::Decode, tokens_only)?;
+                add(&mut decode, step.report);
+                last = Some(step);
             }
         };
         output.finish(stop)?;
@@ -314,19 +315,20 @@ impl Session {
         common.min(prompt.len() - 1)
     }
 
-    /// Runs the prompt from position `from`; gives the logits after its last token, or none when cancelled.
+    /// Runs the prompt from position `from`; gives the step with its last token, or none when cancelled.
     fn prefill(
         &mut self,
         prompt: &[u32],
         from: usize,
+        tokens_only: bool,
         cancel: &AtomicBool,
-    ) -> Result<(StepReport, Vec<f32>), GenerateError> {
+    ) -> Result<(StepReport, Option<StepOutput>), GenerateError> {
         self.prefilled.truncate(from);
         let mut report = StepReport::default();
-        let mut logits = Vec::new();
+        let mut last = None;
         while self.prefilled.len() < prompt.len() {
             if cancel.load(Ordering::Relaxed) {
-                return Ok((report, Vec::new()));
+                return Ok((report, None));
             }
             let start = self.prefilled.len();
             let end = prompt.len().min(start + self.limits.prefill_chunk);
@@ -336,22 +338,28 @@ impl Session {
                 sequence: 0,
                 logits: position + 1 == prompt.len(),
             });
-            let step = self.step(rows.collect())?;
+            let step = self.step(rows.collect(), Phase::Prefill, tokens_only)?;
             self.prefilled.extend_from_slice(&prompt[start..end]);
-            logits = step.0;
-            add(&mut report, step.1);
+            add(&mut report, step.report);
+            last = Some(step);
         }
-        Ok((report, logits))
+        Ok((report, last))
     }
 
-    fn step(&mut self, rows: Vec<StepRow>) -> Result<(Vec<f32>, StepReport), GenerateError> {
+    fn step(
+        &mut self,
+        rows: Vec<StepRow>,
+        phase: Phase,
+        tokens_only: bool,
+    ) -> Result<StepOutput, GenerateError> {
         let count = rows.len();
         let taps = self.recorder.is_some();
         let ticket = self.model.enqueue(
             &StepBatch {
                 rows,
                 taps,
-                ..StepBatch::default()
+                phase,
+                tokens_only,
             },
             &self.experts,
         )?;
@@ -359,7 +367,15 @@ impl Session {
         if let Some(recorder) = &mut self.recorder {
             recorder.push(count, &output.taps)?;
         }
-        Ok((output.logits, output.report))
+        Ok(output)
+    }
+}
+
+/// The token that follows the last row of a step: from its logits, or what a backend that was asked for tokens only chose.
+fn choose(sampler: &mut Sampler, step: &StepOutput) -> Result<u32, SampleError> {
+    match (step.logits.as_slice(), step.tokens.as_slice()) {
+        ([], [token]) => sampler.take(*token),
+        (logits, _) => sampler.sample(logits),
     }
 }
 

@@ -226,7 +226,7 @@ fn collect(
         gpu_memory: GpuTable {
             context,
             least_staging_bytes: layout.as_ref().map_or(0, |l| l.bytes),
-            not_included: "workspaces, graphs and the driver's own memory: this build has no GPU backend to plan them",
+            not_included: "workspaces, graphs and the driver's own memory",
             capacities: layout
                 .as_ref()
                 .map(|l| gpu_memory(spec, l, options.dense, context))

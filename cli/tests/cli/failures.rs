@@ -191,7 +191,12 @@ fn mistakes_in_the_command_line_end_with_2_before_any_model_is_opened() {
     let at = |more: &[&'static str]| [&["run", "hello", "-m", "/no/such"], more].concat();
     for (line, part) in [
         (at(&["--backend", "tpu"]), "cpu-reference"),
-        (at(&["--backend", "cuda"]), "has no CUDA backend"),
+        (at(&["--backend", "cuda", "-c", "4"]), "-c: partial residency"),
+        (
+            at(&["--backend", "cuda", "--vram", "1GiB"]),
+            "--vram: partial residency",
+        ),
+        (at(&["--executor", "persistent-v1", "-c", "4"]), "--backend cpu"),
         (at(&["--backend", "wgpu"]), "has no wgpu backend"),
         (at(&["--experts", "int8"]), "qpacked"),
         (at(&["--block", "100"]), "32, 64, 128 or 256"),
