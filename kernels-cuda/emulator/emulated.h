@@ -160,6 +160,7 @@ HZ_DEVICE u32x4 load_host_x4(const void *p) { return hz_load<u32x4>(p); }
 HZ_DEVICE void prefetch_line(const void *) {}
 HZ_DEVICE u32x4 load_cache_x4(const void *p) { return *(const u32x4 *)p; }
 HZ_DEVICE float f32_inverse_sqrt(float a) { return 1.0f / std::sqrt(a); }
+HZ_DEVICE u32 and_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
 HZ_DEVICE u32 log2_of(u32 a) { return 31 - (u32)__builtin_clz(a); }
 HZ_DEVICE u64 clock_now() { return 0; }
 HZ_DEVICE void store_host(u32 *p, u32 v) { *(volatile u32 *)p = v; }

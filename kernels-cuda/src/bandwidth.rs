@@ -21,11 +21,22 @@ impl Drop for Borrowed<'_> {
     }
 }
 
-/// Bytes a second of a read-only reduction over up to 2 GiB of free device memory.
+/// What was measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ReadBandwidth {
+    /// Bytes of a pass.
+    pub bytes: u64,
+    /// Passes.
+    pub passes: u32,
+    /// Bytes a second of the median pass.
+    pub bytes_per_second: f64,
+}
+
+/// The speed of a read-only reduction over up to 2 GiB of free device memory.
 ///
 /// # Errors
 /// [`DriverError::OutOfMemory`] when too little is free to tell; any other failure of the device.
-pub fn read_bandwidth(driver: &SharedDriver) -> Result<f64, DriverError> {
+pub fn read_bandwidth(driver: &SharedDriver) -> Result<ReadBandwidth, DriverError> {
     const WHAT: &str = "a measurement of bandwidth";
     let (free, total) = driver.memory()?;
     let bytes = MOST_BYTES.min(free / 2) & !0xFFFF;
@@ -70,5 +81,9 @@ pub fn read_bandwidth(driver: &SharedDriver) -> Result<f64, DriverError> {
         }
     }
     times.sort_by(f64::total_cmp);
-    Ok(bytes as f64 / times[PASSES / 2] * 1e3)
+    Ok(ReadBandwidth {
+        bytes: bytes as u64,
+        passes: PASSES as u32,
+        bytes_per_second: bytes as f64 / times[PASSES / 2] * 1e3,
+    })
 }

@@ -271,6 +271,10 @@ impl CompiledModel for CudaModel {
         ExecutorId(self.executor.name())
     }
 
+    fn prefill_executor(&self) -> ExecutorId {
+        ExecutorId(Executor::GroupedT3.name())
+    }
+
     fn enqueue(&mut self, batch: &StepBatch, experts: &Arc<dyn ExpertProvider>) -> Result<Ticket, StepError> {
         if self.pending.is_some() {
             return Err(StepError::Invalid("a step is in flight; finish it first".into()));

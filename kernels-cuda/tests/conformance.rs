@@ -60,7 +60,7 @@ fn suite(driver: &SharedDriver, executor: Executor) {
         executor,
     };
     for case in conformance::cases() {
-        for dense in [DenseFormat::F16, DenseFormat::Q8] {
+        for dense in case.dense.iter().copied() {
             eprintln!("{}: {}, {}", executor.name(), case.name, dense.name());
             conformance::forward(&subject, &case, dense, 7);
         }

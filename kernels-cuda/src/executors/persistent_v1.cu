@@ -95,6 +95,7 @@ struct Fixed {
     float weights[64];
     float gate;
     u32 word, spare[2];
+    u32 zeros[4];
     Plan plans[WARPS][PLANS];
 };
 
@@ -300,49 +301,70 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         for (u32 i = 0; i < room_left; i++) start_copy();
     }
 
+    // Activations of 32 columns from `column` on: token 0 for the lanes that have it, zeros for the others.
+    HZ_DEVICE u32x4 fragment(const u8 *activations, u32 column) const {
+        const u8 *from = lane < 4 ? activations + lane * 16 + column * 2 : (const u8 *)fixed->zeros;
+        return *(const u32x4 *)from;
+    }
+
+    // Two products of 32 columns.
+    template <int ENC> HZ_DEVICE void two_products(const u32x4 *raw, int half, u32x4 x, float (&sum)[4]) {
+        u32 f[4];
+        weight_fragment<ENC>(raw, half * 2, f);
+        mma_16x8x16(sum, f, x.x, x.y);
+        weight_fragment<ENC>(raw, half * 2 + 1, f);
+        mma_16x8x16(sum, f, x.z, x.w);
+    }
+
+    HZ_DEVICE void scale_sum(const u8 *scales, const float (&part_sum)[4], float (&sum)[4]) {
+        const RowScales d = row_scales(*(const u32 *)scales);
+        sum[0] = f32_fma(d.low, part_sum[0], sum[0]);
+        sum[2] = f32_fma(d.high, part_sum[2], sum[2]);
+    }
+
     // One slot times the activations: products in the order of the columns, into sum. `shift`: log2 of a scale block.
     template <int ENC>
     HZ_DEVICE void slot_products(const u8 *activations, u32 column, u32 bytes, u32 columns, u32 shift, float (&sum)[4]) {
         copy_wait<SLOTS - 1>();
         if (ENC != F16) warp_sync();
-        const u8 *slot = ring + take * SLOT;
+        const u8 *slot = ring + take * SLOT, *scales = slot + CODES + lane / 4 * 4;
         constexpr int SPANS = CODES / Span<ENC>::bytes;
-        const u8 *scales = slot + CODES + lane / 4 * 4;
-        float part_sum[4] = {0, 0, 0, 0};
-        u32x4 raw[4];
-        if (bytes == CODES) {
+        constexpr u32 LOADS = Span<ENC>::loads;
+        if (bytes == CODES && (ENC == F16 || (ENC == INT4 && shift == 8))) {
+            // A full slot with at most one scale.
+            u32x4 raw[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) raw[i] = *(const u32x4 *)(slot + i * 512 + lane * 16);
-        } else {
+            // Two chains of products: one would wait for itself.
+            float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                raw[i] = {0, 0, 0, 0};
-                if ((u32)i * 512 < bytes) raw[i] = *(const u32x4 *)(slot + i * 512 + lane * 16);
+            for (int i = 0; i < SPANS * 2; i++) {
+                const u32x4 x = fragment(activations, column + i * 32);
+                two_products<ENC>(raw + i / 2 * LOADS, i % 2, x, ENC == F16 ? sum : i % 2 ? odd : even);
             }
-        }
+            if (ENC == INT4) {
+                for (int i = 0; i < 4; i++) even[i] += odd[i];
+                scale_sum(scales, even, sum);
+            }
+        } else {
+            const u32 mask = (1u << shift) - 1;
+            float part_sum[4] = {0, 0, 0, 0};
+#pragma unroll 1
+            for (u32 s = 0; s * Span<ENC>::bytes < bytes; s++) {
+                u32x4 raw[LOADS];
 #pragma unroll
-        for (int s = 0; s < SPANS; s++) {
-            if ((u32)s * Span<ENC>::bytes < bytes) {
+                for (u32 i = 0; i < LOADS; i++) {
+                    raw[i] = *(const u32x4 *)(slot + s * Span<ENC>::bytes + i * 512 + lane * 16);
+                }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const u32 at = column + s * 64 + half * 32;
-                    const u32x4 x = activation_fragment(activations, 0, at, lane, 1);
-                    u32 f[4];
-                    weight_fragment<ENC>(raw + s * Span<ENC>::loads, half * 2, f);
-                    mma_16x8x16(ENC == F16 ? sum : part_sum, f, x.x, x.y);
-                    weight_fragment<ENC>(raw + s * Span<ENC>::loads, half * 2 + 1, f);
-                    mma_16x8x16(ENC == F16 ? sum : part_sum, f, x.z, x.w);
-                    if constexpr (ENC != F16) {
-                        const bool last = half == 1 && (u32)(s + 1) * Span<ENC>::bytes >= bytes;
-                        if (ENC == Q8 || last || ((at + 32) & ((1u << shift) - 1)) == 0) {
-                            if (at >> shift << shift < columns) {
-                                const RowScales d = row_scales(*(const u32 *)scales);
-                                sum[0] = f32_fma(d.low, part_sum[0], sum[0]);
-                                sum[2] = f32_fma(d.high, part_sum[2], sum[2]);
-                            }
-                            scales += 32;
-                            part_sum[0] = part_sum[1] = part_sum[2] = part_sum[3] = 0;
-                        }
+                    two_products<ENC>(raw, half, fragment(activations, at), ENC == F16 ? sum : part_sum);
+                    const bool last = half == 1 && (s + 1) * Span<ENC>::bytes >= bytes;
+                    if (ENC == Q8 || (ENC == INT4 && (last || ((at + 32) & mask) == 0))) {
+                        if ((at & ~mask) < columns) scale_sum(scales, part_sum, sum);
+                        scales += 32;
+                        part_sum[0] = part_sum[1] = part_sum[2] = part_sum[3] = 0;
                     }
                 }
             }
@@ -679,15 +701,6 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
             prefetch_vector(layers[l + 1].qkv_bias, (a.heads + 2 * a.kv_heads) * hd * 2);
         }
     }
-    // The shares of the next layer's queries, keys and values: memory has little to do until the router has chosen.
-    HZ_DEVICE void prefetch_qkv(u32 l) const {
-        const Plan &p = plan(QKV, l);
-        for (u32 i = 0; i < p.items; i++) {
-            const u8 *from = layers[l].qkv + (u64)(block + i * grid) * p.tile_bytes + p.codes;
-            for (u32 at = lane * 128; at < p.bytes; at += 32 * 128) prefetch_line(from + at);
-        }
-    }
-
     // One of the five parts of a layer, up to its barrier; part 0 of the layer after the last is the head.
     HZ_DEVICE void step(u32 phase, u32 l, float *hidden, const Row *row) {
         const bool head = l == a.count;
@@ -750,6 +763,7 @@ template <int EXPERT, int DENSE, int SLOTS> HZ_DEVICE void token(const Persisten
     for (u32 i = thread_id(); i < a.count * sizeof(PersistentLayer) / 4; i += THREADS) {
         ((u32 *)layers)[i] = ((const u32 *)a.layers)[i];
     }
+    if (thread_id() < 4) fixed->zeros[thread_id()] = 0;
     t.make_plans();
     t.routed_units(t.first_unit, t.last_unit);
     block_sync();
@@ -769,7 +783,6 @@ template <int EXPERT, int DENSE, int SLOTS> HZ_DEVICE void token(const Persisten
         if (l == a.count) break;
         clock();
         t.grid_barrier([&] {
-            if (phase == 1 && l + 1 < a.count) t.prefetch_qkv(l + 1);
             if (phase == 3 && l + 1 < a.count) t.prefetch_small(l + 1, a.rows[a.row]);
         });
         if (++phase == 5) phase = 0, l++;

@@ -103,6 +103,12 @@ HZ_DEVICE float f32_exp(float a) {
 }
 HZ_DEVICE float f32_max(float a, float b) { return fmaxf(a, b); }
 HZ_DEVICE float f32_min(float a, float b) { return fminf(a, b); }
+// (v & mask) | bits in one instruction; the compiler makes two of it.
+HZ_DEVICE u32 and_or(u32 v, u32 mask, u32 bits) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(v), "r"(mask), "r"(bits));
+    return r;
+}
 // The exponent of a power of two.
 HZ_DEVICE u32 log2_of(u32 a) { return 31 - __clz((int)a); }
 HZ_DEVICE u32 f32_bits(float a) { return __float_as_uint(a); }

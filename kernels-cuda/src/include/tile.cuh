@@ -56,10 +56,10 @@ template <int ENC> HZ_DEVICE void weight_fragment(const u32x4 *raw, int j, u32 (
     } else {
         const u32 v = j == 0 ? raw->x : j == 1 ? raw->y : j == 2 ? raw->z : raw->w;
         // 0x640n is 1024 + n; 0x64n0 is 1024 + 16 n. Subtracting first keeps n - 8 exact.
-        a[0] = f16x2_add((v & 0x000f000fu) | 0x64006400u, 0xe408e408u);
-        a[1] = f16x2_fma((v & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd480d480u);
-        a[2] = f16x2_add(((v >> 8) & 0x000f000fu) | 0x64006400u, 0xe408e408u);
-        a[3] = f16x2_fma(((v >> 8) & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd480d480u);
+        a[0] = f16x2_add(and_or(v, 0x000f000fu, 0x64006400u), 0xe408e408u);
+        a[1] = f16x2_fma(and_or(v, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u);
+        a[2] = f16x2_add(and_or(v >> 8, 0x000f000fu, 0x64006400u), 0xe408e408u);
+        a[3] = f16x2_fma(and_or(v >> 8, 0x00f000f0u, 0x64006400u), 0x2c002c00u, 0xd480d480u);
     }
 }
 

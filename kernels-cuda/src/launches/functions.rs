@@ -211,7 +211,7 @@ pub(super) fn fused_shared(shape: &Shape) -> usize {
 const PERSISTENT_WARPS: usize = 16;
 const PERSISTENT_SLOTS: usize = 5;
 /// Bytes of `Fixed` of the persistent kernel.
-const PERSISTENT_FIXED: usize = 3 * 256 + 16 + PERSISTENT_WARPS * 9 * 32;
+const PERSISTENT_FIXED: usize = 3 * 256 + 32 + PERSISTENT_WARPS * 9 * 32;
 
 /// Shared memory of the persistent kernel: rings, layers, what is fixed, sums, and room for the part that needs most.
 pub(super) fn persistent_shared(shape: &Shape, blocks: usize) -> usize {
