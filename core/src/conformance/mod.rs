@@ -137,6 +137,15 @@ pub fn tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
         .collect()
 }
 
+/// Rows of the prompt's steps.
+const CHUNKS: [usize; 3] = [1, 7, 16];
+/// Rows of the same prompt's steps when it is cut otherwise.
+const OTHER_CHUNKS: [usize; 2] = [10, 14];
+/// Prompt and what is decoded after it; the last positions are beyond a multiple of 32.
+const LENGTH: usize = 34;
+/// Positions decoded once more, beside another sequence.
+const BESIDE: usize = 4;
+
 /// Compares a backend with the reference on a case: a prompt in one step and in uneven chunks, then token by token, with
 /// every stage; then bits: repeated, beside another sequence, cut otherwise.
 ///
@@ -144,91 +153,124 @@ pub fn tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
 /// With the case, the seed and the first stage that disagrees.
 pub fn forward(subject: &dyn Subject, case: &Case, format: DenseFormat, seed: u64) {
     case.spec.validate().expect("a sound case");
-    let regime = regime();
-    let text = tokens(40, case.spec.vocab, seed);
-    let mut reference16 = reference(case, format, Activations::F16, seed);
-    let mut reference32 = reference(case, format, Activations::F32, seed);
-    let mut opened = subject.open(case, format, &regime, seed);
-    let tolerance = subject.tolerance();
-    let name = case.name;
-    let context = |at: &str| format!("case '{name}', dense {}, seed {seed}, {at}", format.name());
+    let mut walk = Walk {
+        case,
+        format,
+        seed,
+        tolerance: subject.tolerance(),
+        text: tokens(LENGTH, case.spec.vocab, seed),
+        reference16: reference(case, format, Activations::F16, seed),
+        reference32: reference(case, format, Activations::F32, seed),
+        opened: subject.open(case, format, &regime(), seed),
+    };
+    let prompt = walk.prompt();
+    let decoded = walk.decode(CHUNKS.iter().sum());
+    walk.prompt_cut_otherwise(&prompt);
+    walk.decode_beside_another(CHUNKS.iter().sum(), &decoded);
+}
 
-    // A prompt in uneven chunks.
-    let mut prompt = Vec::new();
-    let mut start = 0;
-    for chunk in [1, 7, 16] {
-        let part = &text[start..start + chunk];
-        let want = step(&mut reference16, Phase::Prefill, part, start, 0, true);
-        let exact = step(&mut reference32, Phase::Prefill, part, start, 0, true);
-        let got = step(&mut opened, Phase::Prefill, part, start, 0, true);
-        tolerance
-            .outputs(&want, &exact, &got, part.len())
-            .unwrap_or_else(|d| panic!("{}: {d}", context("prompt")));
-        prompt.extend(got.logits);
-        start += chunk;
+/// A case on its way through the reference and the backend under test.
+struct Walk<'a> {
+    case: &'a Case,
+    format: DenseFormat,
+    seed: u64,
+    tolerance: Tolerance,
+    text: Vec<u32>,
+    reference16: Opened,
+    reference32: Opened,
+    opened: Opened,
+}
+
+impl Walk<'_> {
+    fn context(&self, at: &str) -> String {
+        let (case, dense, seed) = (self.case.name, self.format.name(), self.seed);
+        format!("case '{case}', dense {dense}, seed {seed}, {at}")
     }
-    // Token by token, both phases' caches continued.
-    let mut decoded = Vec::new();
-    for (position, token) in text.iter().enumerate().skip(start) {
-        let want = step(
-            &mut reference16,
-            Phase::Decode,
-            &[*token],
-            position,
-            0,
-            position % 8 == 0,
-        );
-        let exact = step(
-            &mut reference32,
-            Phase::Decode,
-            &[*token],
-            position,
-            0,
-            position % 8 == 0,
-        );
-        let got = step(
-            &mut opened,
-            Phase::Decode,
-            &[*token],
-            position,
-            0,
-            position % 8 == 0,
-        );
-        tolerance
-            .outputs(&want, &exact, &got, 1)
-            .unwrap_or_else(|d| panic!("{}: {d}", context("decode")));
-        decoded.extend(got.logits);
-    }
-    // The same bits: the prompt cut otherwise, and decode beside another sequence.
-    let mut again = Vec::new();
-    for (at, chunk) in [(0, 10), (10, 14)] {
-        let part = &text[at..at + chunk];
-        again.extend(step(&mut opened, Phase::Prefill, part, at, 0, false).logits);
-    }
-    assert_eq!(bits(&again), bits(&prompt), "{}", context("prompt cut otherwise"));
-    let other = tokens(40, case.spec.vocab, seed + 1);
-    let _ = step(&mut opened, Phase::Prefill, &other[..3], 0, 1, false);
-    let mut beside = Vec::new();
-    for position in start..text.len() {
-        let row = |sequence, token, position| StepRow {
-            token,
-            position,
-            sequence,
-            logits: true,
+
+    /// Logits of `count` rows from position `start`, after they were compared.
+    fn compared(&mut self, phase: Phase, start: usize, count: usize, taps: bool) -> Vec<f32> {
+        let part = &self.text[start..start + count];
+        let want = step(&mut self.reference16, phase, part, start, 0, taps);
+        let exact = step(&mut self.reference32, phase, part, start, 0, taps);
+        let got = step(&mut self.opened, phase, part, start, 0, taps);
+        let at = match phase {
+            Phase::Prefill => "prompt",
+            Phase::Decode => "decode",
         };
-        let rows = vec![
-            row(1, other[position - start + 3], position - start + 3),
-            row(0, text[position], position),
-        ];
-        let out = run(&mut opened, Phase::Decode, rows, false);
-        beside.extend_from_slice(&out.logits[case.spec.vocab..]);
+        self.tolerance
+            .outputs(&want, &exact, &got, count)
+            .unwrap_or_else(|d| panic!("{}: {d}", self.context(at)));
+        got.logits
     }
-    assert_eq!(
-        bits(&beside),
-        bits(&decoded),
-        "{}",
-        context("decode beside another sequence")
-    );
+
+    /// A prompt in uneven chunks.
+    fn prompt(&mut self) -> Vec<f32> {
+        let mut start = 0;
+        let mut logits = Vec::new();
+        for count in CHUNKS {
+            logits.extend(self.compared(Phase::Prefill, start, count, true));
+            start += count;
+        }
+        logits
+    }
+
+    /// Token by token, both phases' caches continued.
+    fn decode(&mut self, start: usize) -> Vec<f32> {
+        (start..self.text.len())
+            .flat_map(|position| self.compared(Phase::Decode, position, 1, position % 8 == 0))
+            .collect()
+    }
+
+    fn prompt_cut_otherwise(&mut self, want: &[f32]) {
+        let mut start = 0;
+        let mut logits = Vec::new();
+        for count in OTHER_CHUNKS {
+            let part = &self.text[start..start + count];
+            logits.extend(step(&mut self.opened, Phase::Prefill, part, start, 0, false).logits);
+            start += count;
+        }
+        assert_eq!(
+            bits(&logits),
+            bits(want),
+            "{}",
+            self.context("prompt cut otherwise")
+        );
+    }
+
+    fn decode_beside_another(&mut self, start: usize, want: &[f32]) {
+        const OTHER_PROMPT: usize = 3;
+        let vocab = self.case.spec.vocab;
+        let other = tokens(OTHER_PROMPT + BESIDE, vocab, self.seed + 1);
+        let _ = step(
+            &mut self.opened,
+            Phase::Prefill,
+            &other[..OTHER_PROMPT],
+            0,
+            1,
+            false,
+        );
+        let mut beside = Vec::new();
+        for i in 0..BESIDE {
+            let row = |sequence, token, position| StepRow {
+                token,
+                position,
+                sequence,
+                logits: true,
+            };
+            let rows = vec![
+                row(1, other[OTHER_PROMPT + i], OTHER_PROMPT + i),
+                row(0, self.text[start + i], start + i),
+            ];
+            let out = run(&mut self.opened, Phase::Decode, rows, false);
+            beside.extend_from_slice(&out.logits[vocab..]);
+        }
+        assert_eq!(
+            bits(&beside),
+            bits(&want[..BESIDE * vocab]),
+            "{}",
+            self.context("decode beside another sequence")
+        );
+    }
 }
 
 fn bits(x: &[f32]) -> Vec<u32> {
