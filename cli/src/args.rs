@@ -284,6 +284,9 @@ pub struct RunArgs {
     /// Record which experts each token chose, for `horizon cache simulate`
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
+    /// Also measure memory bandwidth, and tell decode speed as a fraction of what it allows
+    #[arg(long)]
+    pub stats: bool,
     #[command(flatten)]
     pub model: ModelArgs,
     #[command(flatten)]

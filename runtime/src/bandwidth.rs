@@ -11,15 +11,15 @@ use serde::Serialize;
 pub const BUFFER_BYTES: usize = 1 << 30;
 
 /// What was measured.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Bandwidth {
+    /// Which memory: the host's with the number of threads that read, or a card.
+    pub memory: String,
     /// Bytes of one pass.
     pub bytes: u64,
     /// Passes made.
     pub passes: u32,
-    /// Threads that read.
-    pub threads: usize,
-    /// Bytes a second of the fastest pass.
+    /// Bytes a second: of the fastest pass over host memory, the median pass over a card's.
     pub bytes_per_second: f64,
 }
 
@@ -50,9 +50,9 @@ fn measure_over(bytes: usize, passes: u32) -> io::Result<Bandwidth> {
     }
     let bytes_per_second = bytes as f64 / best;
     Ok(Bandwidth {
+        memory: format!("host memory, {} threads", rayon::current_num_threads()),
         bytes: bytes as u64,
         passes,
-        threads: rayon::current_num_threads(),
         bytes_per_second,
     })
 }

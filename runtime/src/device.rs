@@ -14,6 +14,7 @@ use horizon_kernels_cuda::{CudaBackend, CudaTransport, Executor};
 use serde::Serialize;
 use thiserror::Error;
 
+use crate::bandwidth::Bandwidth;
 use crate::residency::STAGING_BUFFERS;
 use crate::size::bytes;
 
@@ -177,12 +178,18 @@ impl Device {
         &self.driver
     }
 
-    /// Bytes a second that the card reads from its memory, measured now.
+    /// How fast the card reads its memory, measured now.
     ///
     /// # Errors
     /// [`DeviceError`], when too little memory is free for a measurement, too.
-    pub fn read_bandwidth(&self) -> Result<f64, DeviceError> {
-        Ok(read_bandwidth(&self.driver)?)
+    pub fn read_bandwidth(&self) -> Result<Bandwidth, DeviceError> {
+        let measured = read_bandwidth(&self.driver)?;
+        Ok(Bandwidth {
+            memory: self.memory.card.clone(),
+            bytes: measured.bytes,
+            passes: measured.passes,
+            bytes_per_second: measured.bytes_per_second,
+        })
     }
 
     /// Brings all experts of `image` to the card.

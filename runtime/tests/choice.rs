@@ -207,6 +207,7 @@ mod emulated {
             (BackendKind::Cuda, 512)
         );
         assert_eq!(settings.decode_executor.0, "persistent-v1");
+        assert_eq!(settings.prefill_executor.0, "grouped-t3");
         let memory = settings.device_memory.expect("a card has memory");
         assert_eq!(memory.total, memory.items.iter().map(|i| i.bytes).sum::<u64>());
         let admitted = card.allocated();

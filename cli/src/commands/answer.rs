@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use horizon_runtime::engine::{Engine, OpenTimings};
+use horizon_runtime::engine::{Engine, OpenTimings, Settings};
 use horizon_runtime::residency::{Residency, ResidencyReport};
 use horizon_runtime::session::{Answer, Request, Session, StopReason};
 use horizon_runtime::text::TextFiles;
@@ -96,6 +96,11 @@ impl<'a> Answerer<'a> {
         Ok(answer?)
     }
 
+    /// What the engine was opened with.
+    pub fn settings(&self) -> &Settings {
+        self.resolved.engine()
+    }
+
     /// The report of an answer.
     pub fn report<'r>(&'r self, prompt: &'r [u32], answer: &'r Answer) -> AnswerReport<'r> {
         AnswerReport {
@@ -130,6 +135,9 @@ impl AnswerReport<'_> {
         out.note(&summary(answer, self.prompt_ids.len(), seed));
         if let Some(line) = residency_line(&self.residency) {
             out.note(&line);
+        }
+        if let Some(memory) = &self.settings.engine().device_memory {
+            out.note(&memory.line());
         }
         Ok(())
     }

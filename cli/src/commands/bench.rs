@@ -1,6 +1,5 @@
 //! `horizon bench`: decode speed against memory bandwidth, and synthetic checkpoints.
 
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -10,7 +9,8 @@ use horizon_core::record::RecordLayout;
 use horizon_core::spec::ModelSpec;
 use horizon_core::synthetic::{Shape, SyntheticSpec, write_checkpoint};
 use horizon_models::source::{ModelSource, SourceKind};
-use horizon_runtime::bandwidth::{self, Bandwidth};
+use horizon_runtime::bandwidth::Bandwidth;
+use horizon_runtime::device::Device;
 use horizon_runtime::disk::{Destination, ReadRate, drop_from_cache, read_rate};
 use horizon_runtime::engine::{self, Engine, EngineOptions, HostMemory, OpenTimings, Settings, context};
 use horizon_runtime::footprint::BytesPerToken;
@@ -22,15 +22,12 @@ use horizon_runtime::session::{Answer, Request, TextDecoder, TextError};
 use serde::Serialize;
 use serde_json::json;
 
-use super::model;
 use super::report::residency_line;
 use super::trace::{self, TraceReport, Tracing};
+use super::{floor, model};
 use crate::args::{BenchDecodeArgs, MakeCheckpointArgs};
 use crate::output::{Bar, CliError, Output, bytes, table};
 use crate::resolve::{ModelPlace, engine_options};
-
-/// Passes over memory; the fastest counts.
-const PASSES: u32 = 5;
 
 /// The object that `--json` prints.
 #[derive(Serialize)]
@@ -89,11 +86,11 @@ pub fn decode(args: BenchDecodeArgs, process_started: Instant) -> Result<(), Cli
     let mut m = measure(&args, &options, &place, process_started, &out.progress())?;
     // Only now: the buffer of this measurement is no part of the model's memory.
     let pool = engine::pool(m.settings.threads)?;
-    let memory_bandwidth = pool.install(|| bandwidth::measure(PASSES))?;
+    let memory_bandwidth = floor::bandwidth(m.device.as_ref(), &m.settings)?;
     m.cold_start.compare(&m.files, args.cold, &pool)?;
     let (prompt_tokens, generated_tokens) = (args.prompt_tokens as usize, m.answer.token_ids.len());
     let positions = prompt_tokens..prompt_tokens + generated_tokens - 1;
-    let bytes_per_token = mean_bytes(&m.spec, m.layout.as_ref(), &m.settings, positions);
+    let bytes_per_token = floor::mean_bytes(&m.spec, m.layout.as_ref(), &m.settings, positions);
     let rate = m
         .answer
         .decode_tokens_per_second()
@@ -123,6 +120,7 @@ struct Measured {
     files: Vec<PathBuf>,
     spec: Arc<ModelSpec>,
     layout: Option<RecordLayout>,
+    device: Option<Device>,
     settings: Settings,
     predicted: HostMemory,
     answer: Answer,
@@ -169,6 +167,7 @@ fn measure(
         engine.timings(),
     );
     let (spec, layout) = (engine.spec().clone(), engine.layout().cloned());
+    let device = engine.device();
     let request = request(args, &spec);
     let residency = engine.residency();
     let tracing = Tracing::of(args.trace.as_deref(), &engine)?;
@@ -200,6 +199,7 @@ fn measure(
         files,
         spec,
         layout,
+        device,
         settings,
         predicted,
         answer,
@@ -258,32 +258,13 @@ fn weight_files(source: &ModelSource) -> Vec<PathBuf> {
     }
 }
 
-/// What a decode step reads, averaged over the positions that were measured.
-fn mean_bytes(
-    spec: &ModelSpec,
-    layout: Option<&RecordLayout>,
-    settings: &Settings,
-    positions: Range<usize>,
-) -> BytesPerToken {
-    let n = positions.len() as u64;
-    let kv: u64 = positions
-        .map(|p| BytesPerToken::at(spec, layout, settings.dense, settings.activations, p).kv)
-        .sum();
-    let at_zero = BytesPerToken::at(spec, layout, settings.dense, settings.activations, 0);
-    BytesPerToken {
-        kv: kv / n,
-        total: at_zero.total + kv / n,
-        ..at_zero
-    }
-}
-
 fn text(r: &DecodeReport) -> String {
     let gb = |b: f64| format!("{:.2} GB/s", b / 1e9);
     let b = &r.bytes_per_token;
     let mut out = format!(
         "decode {:.2} tok/s, {} tokens after a prompt of {}; prefill {:.1} tok/s\n\
          bytes a token {} (non-routed {}, output head {}, routed {}, KV {})\n\
-         {} of {} measured here by {} threads: {:.1} %\n",
+         {} of {} measured here ({}): {:.1} %\n",
         r.decode_tokens_per_second,
         r.generated_tokens,
         r.prompt_tokens,
@@ -295,7 +276,7 @@ fn text(r: &DecodeReport) -> String {
         bytes(b.kv),
         gb(r.decode_tokens_per_second * b.total as f64),
         gb(r.memory_bandwidth.bytes_per_second),
-        r.memory_bandwidth.threads,
+        r.memory_bandwidth.memory,
         r.fraction_of_bandwidth * 100.0
     );
     let c = &r.cold_start;
@@ -339,6 +320,9 @@ fn text(r: &DecodeReport) -> String {
         out.push_str(&format!("{}\n", trace.line()));
     }
     let s = &r.settings;
+    if let Some(memory) = &s.device_memory {
+        out.push_str(&format!("{}\n", memory.line()));
+    }
     out.push_str(&format!(
         "executor {}, non-routed weights {}, {} threads\n",
         s.decode_executor.0, s.dense, s.threads

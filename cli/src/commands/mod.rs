@@ -6,6 +6,7 @@ pub mod bench;
 pub mod cache;
 pub mod chat;
 pub mod eval;
+pub mod floor;
 pub mod inspect;
 pub mod inspect_text;
 pub mod model;

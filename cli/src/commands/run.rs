@@ -12,6 +12,7 @@ use horizon_runtime::text::TextFiles;
 use serde::Serialize;
 
 use super::answer::{AnswerReport, Answerer};
+use super::floor::{Measured, Yardstick};
 use super::model;
 use super::trace::{self, TraceReport, Tracing};
 use crate::args::{RunArgs, SpecialTokens};
@@ -24,6 +25,8 @@ struct RunReport<'a> {
     #[serde(flatten)]
     answer: &'a AnswerReport<'a>,
     memory: ResidentMemory,
+    /// With `--stats`.
+    floor: &'a Measured,
     trace: Option<&'a TraceReport>,
     notes: &'a [String],
 }
@@ -66,19 +69,30 @@ pub fn run(args: RunArgs) -> Result<(), CliError> {
         write_stdout(&prompt)?;
     }
     let notes = engine.record();
+    let yardstick = Yardstick::of(&engine);
     let tracing = Tracing::of(args.trace.as_deref(), &engine)?;
     let mut answerer = Answerer::new(engine, &text, plan, (args.chat, special_shown), out);
     let traced = tracing.begin(&mut answerer.session);
     let answer = answerer.generate(&prompt_ids, 0)?;
     let trace = trace::save(traced, &mut answerer.session)?;
     let report = answerer.report(&prompt_ids, &answer);
+    let memory = ResidentMemory::now();
+    let floor = Measured(if args.stats {
+        yardstick.hold(answerer.settings(), &answer, prompt_ids.len())?
+    } else {
+        None
+    });
     let object = RunReport {
         answer: &report,
-        memory: ResidentMemory::now(),
+        memory,
+        floor: &floor,
         trace: trace.as_ref(),
         notes: &notes,
     };
     report.print(&object, &answer, answerer.seed(), out)?;
+    if let Some(floor) = &floor.0 {
+        out.note(&floor.line());
+    }
     if let Some(trace) = &trace {
         out.note(&trace.line());
     }

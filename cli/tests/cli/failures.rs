@@ -187,6 +187,34 @@ fn prompts_that_do_not_fit_or_are_not_there() {
 }
 
 #[test]
+fn a_named_card_that_is_not_there_is_an_error_and_an_unnamed_one_is_not_missed() {
+    let line = ["run", "Once", "-n", "2", "--greedy"];
+    let with = |more: &[&'static str]| horizon(&[&line[..], more].concat());
+    for named in [&["--backend", "cuda"] as &[_], &["--executor", "persistent-v1"]] {
+        with(named).fails(1, &["--backend cuda: no CUDA device"]);
+    }
+    with(&["--backend", "cuda", "--activations", "f32"]).fails(1, &["--activations f32"]);
+    let done = with(&["--json"]).ok();
+    let settings = &done.json()["settings"];
+    assert_eq!(settings["backend"], "cpu");
+    assert!(
+        settings["backend_reason"]
+            .as_str()
+            .is_some_and(|r| r.starts_with("no CUDA device"))
+    );
+    assert!(settings["device_memory"].is_null());
+    assert!(
+        !done.stderr.contains("GPU") && !done.stderr.contains("note"),
+        "{}",
+        done.stderr
+    );
+    assert_eq!(
+        with(&["--json", "--backend", "cpu"]).ok().json()["settings"]["backend_reason"],
+        "named"
+    );
+}
+
+#[test]
 fn mistakes_in_the_command_line_end_with_2_before_any_model_is_opened() {
     let at = |more: &[&'static str]| [&["run", "hello", "-m", "/no/such"], more].concat();
     for (line, part) in [

@@ -84,6 +84,8 @@ fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_horizon"));
     command
         .args(args)
+        // A card of this machine stays unseen: what is expected here is the CPU's.
+        .env("CUDA_VISIBLE_DEVICES", "-1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());

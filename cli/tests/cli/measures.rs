@@ -190,6 +190,31 @@ fn a_benchmark_holds_its_figures_against_measured_bandwidth() {
     );
 }
 
+/// The floor is told when it is asked for, and is UNKNOWN otherwise.
+#[test]
+fn an_answer_is_held_against_measured_bandwidth_on_request() {
+    let line = ["run", "Once upon", "-n", "8", "--greedy", "--json"];
+    let v = horizon(&line).ok().json();
+    assert_eq!(v["floor"], "UNKNOWN");
+    let done = horizon(&[&line[..], &["--stats"]].concat()).ok();
+    let v = done.json();
+    let number = |path: &str| {
+        v.pointer(path)
+            .and_then(serde_json::Value::as_f64)
+            .expect("a number")
+    };
+    let want = number("/timings/decode_tokens_per_second") * number("/floor/bytes_per_token/total")
+        / number("/floor/memory_bandwidth/bytes_per_second");
+    assert!(
+        (number("/floor/fraction_of_bandwidth") - want).abs() < 1e-9,
+        "{v}"
+    );
+    assert!(done.stderr.contains("of the byte floor"), "{}", done.stderr);
+    // One token has no rate.
+    let one = ["run", "Once upon", "-n", "1", "--greedy", "--json", "--stats"];
+    assert_eq!(horizon(&one).ok().json()["floor"], "UNKNOWN");
+}
+
 /// With q8 weights the memory falls, is foretold, and the bytes a token are fewer.
 #[test]
 fn q8_weights_are_counted_as_they_are_held() {
