@@ -105,13 +105,7 @@ impl CudaModel {
         &self.shape
     }
 
-    fn layer(
-        &self,
-        builder: &Builder<'_>,
-        step: &StepShape,
-        layer: usize,
-        moe_row: usize,
-    ) -> Vec<NamedLaunch> {
+    fn layer(builder: &Builder<'_>, step: &StepShape, layer: usize, moe_row: usize) -> Vec<NamedLaunch> {
         match step.phase {
             Phase::Prefill => builder.layer_many(step, layer, moe_row),
             Phase::Decode => builder.layer(step, layer, moe_row),
@@ -137,7 +131,7 @@ impl CudaModel {
         }
         let mut moe_row = 0;
         for (layer, l) in self.spec.layers.iter().enumerate() {
-            out.extend(self.layer(&builder, step, layer, moe_row));
+            out.extend(Self::layer(&builder, step, layer, moe_row));
             moe_row += usize::from(l.moe().is_some());
         }
         out.extend(builder.end(step));
@@ -248,7 +242,7 @@ impl CudaModel {
                         let part = |row| builder.persistent(layer..layer + 1, row, None, true);
                         self.run(&(0..step.rows).map(part).collect::<Vec<_>>())?;
                     } else {
-                        self.run(&self.layer(&builder, step, layer, moe_row))?;
+                        self.run(&Self::layer(&builder, step, layer, moe_row))?;
                     }
                     moe_row += usize::from(l.moe().is_some());
                     self.layer_taps(layer, step.rows, taps)?;

@@ -379,24 +379,25 @@ mod tests {
             let pair = tiles.encoding.tile_bytes(hidden);
             for (i, tile) in tiled[..tiles.pair_bytes].chunks_exact(pair).enumerate() {
                 let got = read_int4(hidden, block.get(), tile);
-                for r in 0..8 {
-                    for c in 0..hidden {
-                        assert_eq!(got[r][c], at(ExpertMatrix::Gate, i * 8 + r, c));
-                        assert_eq!(got[r + 8][c], at(ExpertMatrix::Up, i * 8 + r, c));
+                for (matrix, rows) in [(ExpertMatrix::Gate, &got[..8]), (ExpertMatrix::Up, &got[8..16])] {
+                    for (r, row) in rows.iter().enumerate() {
+                        for (c, found) in row[..hidden].iter().enumerate() {
+                            assert_eq!(*found, at(matrix, i * 8 + r, c));
+                        }
                     }
                 }
             }
             let down = tiles.encoding.tile_bytes(width);
             for (i, tile) in tiled[tiles.pair_bytes..].chunks_exact(down).enumerate() {
                 let got = read_int4(width, block.get(), tile);
-                for r in 0..TILE_ROWS {
-                    for c in 0..width {
+                for (r, row) in got[..TILE_ROWS].iter().enumerate() {
+                    for (c, found) in row[..width].iter().enumerate() {
                         let want = if i * 16 + r < hidden {
                             at(ExpertMatrix::Down, i * 16 + r, c)
                         } else {
                             (8, 0)
                         };
-                        assert_eq!(got[r][c], want, "tile {i}, row {r}, column {c}");
+                        assert_eq!(*found, want, "tile {i}, row {r}, column {c}");
                     }
                 }
             }

@@ -1,5 +1,7 @@
-//! The suite of `horizon_core::conformance` on this backend: on a card where there is one (tests named `gpu_`), and with the
-//! same kernels compiled for the host (feature `emulator`).
+//! The suite of `horizon_core::conformance` on this backend: with the kernels compiled for the host (feature `emulator`), and
+//! on a card (feature `gpu`; `cuda-report` runs it there in both dense formats and from several seeds).
+
+#![cfg(any(feature = "emulator", feature = "gpu"))]
 
 use std::sync::Arc;
 
@@ -94,5 +96,19 @@ mod emulated {
     #[test]
     fn top4_fused_v1() {
         suite(&driver(), Executor::Top4FusedV1);
+    }
+}
+
+#[cfg(feature = "gpu")]
+mod gpu {
+    use super::*;
+    use horizon_kernels_cuda::driver::cuda::CudaDriver;
+
+    #[test]
+    fn gpu_every_executor() {
+        let driver: SharedDriver = Arc::new(CudaDriver::open(0).expect("a card"));
+        for executor in Executor::ALL {
+            suite(&driver, executor);
+        }
     }
 }

@@ -15,6 +15,9 @@ const UNSAFE: &[&str] = &[
     "core/src/cpu/simd/avx512.rs",
     "core/src/cpu/transport.rs",
     "core/src/qpacked/dispatch.rs",
+    "kernels-cuda/src/arena.rs",
+    "kernels-cuda/src/backend.rs",
+    "kernels-cuda/src/bin/cuda-report/time.rs",
     "kernels-cuda/src/bin/horizon-kernels/nvrtc.rs",
     "kernels-cuda/src/driver/cuda/api.rs",
     "kernels-cuda/src/driver/cuda/handles.rs",
@@ -23,6 +26,11 @@ const UNSAFE: &[&str] = &[
     "kernels-cuda/src/driver/emulated/mod.rs",
     "kernels-cuda/src/driver/emulated/tests.rs",
     "kernels-cuda/src/driver/mod.rs",
+    "kernels-cuda/src/model.rs",
+    "kernels-cuda/src/transport.rs",
+    "kernels-cuda/src/weights.rs",
+    "kernels-cuda/src/workspace.rs",
+    "kernels-cuda/tests/common/mod.rs",
 ];
 
 fn project() -> Vec<SourceFile> {
@@ -228,8 +236,10 @@ mod seen_to_fail {
                 ("a/src/odd.rs", ""),
                 ("a/tests/t.rs", "mod common;"),
                 ("a/tests/common/mod.rs", ""),
-                ("a/tests/big/main.rs", "mod part;"),
+                ("a/tests/big/main.rs", "mod part;\nmod two;"),
                 ("a/tests/big/part.rs", ""),
+                ("a/tests/big/two.rs", "#[path = \"../../src/far.rs\"]\nmod far;"),
+                ("a/src/far.rs", ""),
                 ("a/build.rs", ""),
                 (last, ""),
             ]

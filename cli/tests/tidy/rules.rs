@@ -351,9 +351,22 @@ fn modules(file: &SourceFile, text: &str) -> Vec<String> {
             .nth(before)
             .and_then(|l| l.trim().strip_prefix("#[path = \""))
         {
-            Some(path) => paths.push(format!("{folder}/{}", path.trim_end_matches("\"]"))),
+            Some(path) => paths.push(joined(folder, path.trim_end_matches("\"]"))),
             None => paths.extend([format!("{own}/{module}.rs"), format!("{own}/{module}/mod.rs")]),
         }
     }
     paths
+}
+
+/// A path relative to a folder, without `..`.
+fn joined(folder: &str, path: &str) -> String {
+    let mut parts: Vec<&str> = folder.split('/').collect();
+    for part in path.split('/') {
+        if part == ".." {
+            parts.pop();
+        } else {
+            parts.push(part);
+        }
+    }
+    parts.join("/")
 }

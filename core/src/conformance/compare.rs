@@ -76,10 +76,10 @@ impl Tolerance {
         rows: usize,
     ) -> Result<(), Disagreement> {
         let mut parted = BTreeSet::new();
-        let mut stages: Vec<Stage> = want.taps.iter().map(|t| t.stage).collect();
-        stages.sort_by_key(|s| order(*s));
-        for stage in stages {
-            let want_tap = find(&want.taps, stage).expect("listed above");
+        let mut taps: Vec<&Tap> = want.taps.iter().collect();
+        taps.sort_by_key(|t| order(t.stage));
+        for want_tap in taps {
+            let stage = want_tap.stage;
             let missing = || Disagreement {
                 stage: Some(stage),
                 row: 0,

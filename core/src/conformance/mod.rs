@@ -124,6 +124,9 @@ fn run(o: &mut Opened, phase: Phase, rows: Vec<StepRow>, taps: bool) -> StepOutp
 }
 
 /// Tokens that repeat neither quickly nor evenly.
+///
+/// # Panics
+/// When the vocabulary is 0 or does not fit 32 bits.
 #[must_use]
 pub fn tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;

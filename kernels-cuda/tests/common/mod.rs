@@ -40,6 +40,7 @@ impl Bench {
     }
 
     /// The first card of this machine.
+    #[cfg(feature = "gpu")]
     pub fn card() -> Self {
         let driver = horizon_kernels_cuda::driver::cuda::CudaDriver::open(0).expect("a card");
         Self::new(std::sync::Arc::new(driver))

@@ -14,7 +14,7 @@ mod grouped;
 mod linear;
 mod rows;
 
-/// Every test on the kernels compiled for the host, and on a card (`cargo nextest run --run-ignored only gpu_`).
+/// Every test on the kernels compiled for the host (feature `emulator`), and on a card (feature `gpu`).
 macro_rules! on_devices {
     ($($test:ident, $gpu:ident;)*) => { $(
         #[cfg(feature = "emulator")]
@@ -23,8 +23,8 @@ macro_rules! on_devices {
             super::$test(&crate::common::Bench::emulated());
         }
 
+        #[cfg(feature = "gpu")]
         #[test]
-        #[ignore = "needs a CUDA card"]
         fn $gpu() {
             super::$test(&crate::common::Bench::card());
         }
