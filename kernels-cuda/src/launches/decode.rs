@@ -39,31 +39,7 @@ impl Builder<'_> {
         let shared = linear_shared(shape.hidden, tokens);
         let mut out = vec![one(self.functions.norm_linear, grid, THREADS, shared, &qkv)];
         out.extend(self.attention(step, layer, spec, w));
-        let moe = spec.moe();
-        let project = ProjectArgs {
-            weights: w.output,
-            input: b.attended,
-            bias: w.output_bias,
-            hidden: b.hidden,
-            tap: if step.taps { b.attention_tap } else { DevicePtr(0) },
-            norm: w.feed_forward_norm,
-            router: w.router,
-            shares: b.shares,
-            counters: p.workspace.counters.project,
-            logits: b.router_logits,
-            ids: b.ids,
-            chosen: b.chosen_weights,
-            gate: b.gate,
-            normed: b.normed,
-            rows: u32_of(step.rows),
-            columns: u32_of(shape.attended()),
-            width: u32_of(shape.hidden),
-            experts: u32_of(moe.map_or(0, |m| m.experts)),
-            gates: u32::from(moe.and_then(|m| m.shared.as_ref()).is_some_and(|s| s.gated)),
-            top_k: u32_of(moe.map_or(0, |m| m.top_k)),
-            renormalize: u32::from(moe.is_some_and(|m| m.renormalize)),
-            eps: p.spec.rms_norm_eps,
-        };
+        let project = self.project_args(step, spec, w);
         let grid = [u32_of(shape.hidden_tiles()), groups, 1];
         out.push(one(
             self.functions.project,
@@ -102,6 +78,37 @@ impl Builder<'_> {
             }
         }
         out
+    }
+
+    /// Attention's output matrix, the norm after it and the router.
+    fn project_args(&self, step: &StepShape, spec: &LayerSpec, w: &LayerWeights) -> ProjectArgs {
+        let (p, b) = (&self.places, &self.places.workspace.buffers);
+        let shape = p.shape;
+        let moe = spec.moe();
+        ProjectArgs {
+            weights: w.output,
+            input: b.attended,
+            bias: w.output_bias,
+            hidden: b.hidden,
+            tap: if step.taps { b.attention_tap } else { DevicePtr(0) },
+            norm: w.feed_forward_norm,
+            router: w.router,
+            shares: b.shares,
+            counters: p.workspace.counters.project,
+            logits: b.router_logits,
+            ids: b.ids,
+            chosen: b.chosen_weights,
+            gate: b.gate,
+            normed: b.normed,
+            rows: u32_of(step.rows),
+            columns: u32_of(shape.attended()),
+            width: u32_of(shape.hidden),
+            experts: u32_of(moe.map_or(0, |m| m.experts)),
+            gates: u32::from(moe.and_then(|m| m.shared.as_ref()).is_some_and(|s| s.gated)),
+            top_k: u32_of(moe.map_or(0, |m| m.top_k)),
+            renormalize: u32::from(moe.is_some_and(|m| m.renormalize)),
+            eps: p.spec.rms_norm_eps,
+        }
     }
 
     fn attention(

@@ -12,7 +12,7 @@ use horizon_core::spec::{FeedForward, ModelSpec};
 use horizon_core::stage::{Stage, TapData};
 use horizon_kernels_cuda::args::ReadArgs;
 use horizon_kernels_cuda::driver::{Driver, DriverError, Launch, SharedDriver, Stream};
-use horizon_kernels_cuda::launches::StepShape;
+use horizon_kernels_cuda::launches::{NamedLaunch, StepShape};
 use horizon_kernels_cuda::{CudaModel, Executor};
 
 use crate::models::Loaded;
@@ -299,6 +299,72 @@ fn profile(model: &mut CudaModel, driver: &SharedDriver, step: &StepShape) -> Re
     Ok(())
 }
 
+/// Times decoding after contexts of several lengths.
+fn decode_at_positions(
+    model: &mut CudaModel,
+    experts: &Arc<dyn ExpertProvider>,
+    loaded: &Loaded,
+    ceiling: f64,
+    steps: usize,
+) -> Result<(), String> {
+    let bytes = bytes(&loaded.spec, loaded.dense_format);
+    let mut filled = 16;
+    for position in [16, 128, 1024, 4096] {
+        fill(model, experts, filled, position)?;
+        filled = position + steps;
+        let ms = decode(model, experts, position, steps)?;
+        let kv = (loaded.spec.layers.len()
+            * 2
+            * loaded.spec.attention.kv_heads
+            * loaded.spec.attention.head_dim
+            * 2) as f64
+            * (position + steps / 2) as f64;
+        let floor = (bytes["step"] + kv) / ceiling * 1e3;
+        println!(
+            "decode at {position:>5}: {:.1} us = {:.0} tok/s; {:.1} % of the floor of {:.0} us with KV; {:.1} % without",
+            ms * 1e3,
+            1e3 / ms,
+            floor / ms * 100.0,
+            floor * 1e3,
+            bytes["step"] / ceiling * 1e3 / ms * 100.0
+        );
+    }
+    Ok(())
+}
+
+/// Times the launches of each kernel of a step.
+fn each_kernel(
+    driver: &dyn Driver,
+    stream: Stream,
+    launches: &[NamedLaunch],
+    bytes: &BTreeMap<&'static str, f64>,
+    ceiling: f64,
+) -> Result<(), DriverError> {
+    let mut names: Vec<&str> = launches.iter().map(|l| l.name).collect();
+    names.sort_unstable();
+    names.dedup();
+    for name in names {
+        let own: Vec<Launch> = launches
+            .iter()
+            .filter(|l| l.name == name)
+            .map(|l| l.launch.clone())
+            .collect();
+        let count = own.len();
+        let us = graph_ms(driver, stream, &own, 30)? * 1e3 / count as f64;
+        let known = bytes.iter().find(|(k, _)| name.starts_with(*k));
+        match known {
+            Some((_, b)) => println!(
+                "  {name:<26} x{count:<3} {us:>7.2} us  {:>6.1} MB {:>6.0} GB/s {:>5.1} %",
+                b / 1e6,
+                b / us / 1e3,
+                b / us * 1e6 / ceiling * 100.0
+            ),
+            None => println!("  {name:<26} x{count:<3} {us:>7.2} us"),
+        }
+    }
+    Ok(())
+}
+
 /// Times a model: each kernel, the step as a graph, and the step as a user meets it.
 pub fn model(
     driver: &SharedDriver,
@@ -330,27 +396,7 @@ pub fn model(
     if executor == Executor::PersistentV1 {
         prefill(&mut model, &experts, "grouped-t3")?;
     }
-    let mut filled = 16;
-    for position in [16, 128, 1024, 4096] {
-        fill(&mut model, &experts, filled, position)?;
-        filled = position + steps;
-        let ms = decode(&mut model, &experts, position, *steps)?;
-        let kv = (loaded.spec.layers.len()
-            * 2
-            * loaded.spec.attention.kv_heads
-            * loaded.spec.attention.head_dim
-            * 2) as f64
-            * (position + steps / 2) as f64;
-        let floor = (bytes["step"] + kv) / ceiling * 1e3;
-        println!(
-            "decode at {position:>5}: {:.1} us = {:.0} tok/s; {:.1} % of the floor of {:.0} us with KV; {:.1} % without",
-            ms * 1e3,
-            1e3 / ms,
-            floor / ms * 100.0,
-            floor * 1e3,
-            bytes["step"] / ceiling * 1e3 / ms * 100.0
-        );
-    }
+    decode_at_positions(&mut model, &experts, loaded, ceiling, *steps)?;
     // The last step's position stays in place: the graph replays it.
     let launches = model.launches(&step, &[0]);
     let all: Vec<Launch> = launches.iter().map(|l| l.launch.clone()).collect();
@@ -363,27 +409,5 @@ pub fn model(
     if executor == Executor::PersistentV1 {
         profile(&mut model, driver, &step)?;
     }
-    let mut names: Vec<&str> = launches.iter().map(|l| l.name).collect();
-    names.sort_unstable();
-    names.dedup();
-    for name in names {
-        let own: Vec<Launch> = launches
-            .iter()
-            .filter(|l| l.name == name)
-            .map(|l| l.launch.clone())
-            .collect();
-        let count = own.len();
-        let us = graph_ms(driver.as_ref(), stream, &own, 30).map_err(text)? * 1e3 / count as f64;
-        let known = bytes.iter().find(|(k, _)| name.starts_with(*k));
-        match known {
-            Some((_, b)) => println!(
-                "  {name:<26} x{count:<3} {us:>7.2} us  {:>6.1} MB {:>6.0} GB/s {:>5.1} %",
-                b / 1e6,
-                b / us / 1e3,
-                b / us * 1e6 / ceiling * 100.0
-            ),
-            None => println!("  {name:<26} x{count:<3} {us:>7.2} us"),
-        }
-    }
-    Ok(())
+    each_kernel(driver.as_ref(), stream, &launches, &bytes, ceiling).map_err(text)
 }
