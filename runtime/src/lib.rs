@@ -17,6 +17,7 @@ pub mod sampler;
 #[cfg(test)]
 mod scripted;
 pub mod session;
+pub mod settings;
 pub mod size;
 pub mod stream;
 pub mod text;

@@ -7,7 +7,7 @@
 use std::sync::{Arc, Mutex};
 
 use horizon_core::backend::{
-    CompiledModel, ExecutorId, StepBatch, StepError, StepOutput, StepReport, Ticket,
+    CompiledModel, ExecutorId, Phase, StepBatch, StepError, StepOutput, StepReport, Ticket,
 };
 use horizon_core::ids::ExpertId;
 use horizon_core::provider::{AcquireError, ExpertProvider, GroupLease, Hold, RoutedGroup};
@@ -15,6 +15,9 @@ use horizon_core::transport::Completion;
 
 /// What the model saw: for each step, position and token of every row.
 pub type Steps = Arc<Mutex<Vec<Vec<(usize, u32)>>>>;
+
+/// Of each step its phase, and whether only tokens were asked for.
+pub type Asked = Arc<Mutex<Vec<(Phase, bool)>>>;
 
 /// See the module's description.
 pub struct ScriptedModel {
@@ -26,6 +29,10 @@ pub struct ScriptedModel {
     pending: Option<StepOutput>,
     steps: Steps,
     fail_at: Option<usize>,
+    /// Whether the model chooses tokens itself where only they are asked for, and gives no logits then.
+    chooses: bool,
+    /// Phase, and whether only tokens were asked for, of every step.
+    asked: Asked,
     /// Position and token that the last step's logits ask for.
     expected: Option<(usize, u32)>,
 }
@@ -42,6 +49,8 @@ impl ScriptedModel {
             pending: None,
             steps: steps.clone(),
             fail_at: None,
+            chooses: false,
+            asked: Arc::default(),
             expected: None,
         };
         (model, steps)
@@ -51,6 +60,13 @@ impl ScriptedModel {
     pub fn failing_at(mut self, position: usize) -> Self {
         self.fail_at = Some(position);
         self
+    }
+
+    /// Makes it choose tokens as a device does; what it was asked for.
+    pub fn choosing(mut self) -> (Self, Asked) {
+        self.chooses = true;
+        let asked = self.asked.clone();
+        (self, asked)
     }
 
     fn next_token(&self, position: usize) -> u32 {
@@ -81,6 +97,10 @@ impl CompiledModel for ScriptedModel {
             .lock()
             .expect("no panic")
             .push(rows.iter().map(|r| (r.position, r.token)).collect());
+        self.asked
+            .lock()
+            .expect("no panic")
+            .push((batch.phase, batch.tokens_only));
         let (mut logits, mut tokens) = (Vec::new(), Vec::new());
         for row in rows {
             assert!(
@@ -97,6 +117,9 @@ impl CompiledModel for ScriptedModel {
                 self.expected = Some((row.position + 1, best));
                 logits.extend((0..self.vocab).map(|t| if t == best { 2.0 } else { 0.0 }));
             }
+        }
+        if self.chooses && batch.tokens_only {
+            logits.clear();
         }
         let report = StepReport {
             routed: rows.len() as u64,

@@ -71,6 +71,53 @@ fn prefill_runs_in_chunks_and_decode_in_single_rows() {
 }
 
 #[test]
+fn a_backend_chooses_the_token_where_no_logit_is_needed_and_only_there() {
+    let greedy = request(&[1, 2, 3, 4, 5, 6], 4);
+    let penalty = Request {
+        sampling: Sampling {
+            repetition_penalty: 1.5,
+            ..Sampling::default()
+        },
+        ..greedy.clone()
+    };
+    let drawn = Request {
+        sampling: Sampling {
+            greedy: false,
+            ..Sampling::default()
+        },
+        ..greedy.clone()
+    };
+    for (request, chosen) in [(greedy, true), (penalty, false), (drawn, false)] {
+        let want = generate(&mut session(&[]).0, &request);
+        let (model, asked) = ScriptedModel::new(64, CONTEXT, &[]).0.choosing();
+        let answer = generate(&mut wrap(model), &request);
+        assert_eq!(answer.token_ids, want.token_ids);
+        let (prefill, decode) = ((Phase::Prefill, chosen), (Phase::Decode, chosen));
+        let asked = asked.lock().expect("no panic").clone();
+        assert_eq!(asked, [prefill, prefill, decode, decode, decode]);
+    }
+}
+
+#[test]
+fn no_token_of_a_backend_is_an_error_like_logits_that_are_not_finite() {
+    let (model, _) = ScriptedModel::new(64, CONTEXT, &[(1, StepOutput::NO_TOKEN)])
+        .0
+        .choosing();
+    let error = wrap(model)
+        .generate(
+            &request(&[1, 2], 4),
+            &mut Letters,
+            &AtomicBool::new(false),
+            &mut |_| {},
+        )
+        .expect_err("nothing can be chosen");
+    assert!(
+        matches!(&error, GenerateError::Sample(SampleError::NoChoice)),
+        "{error}"
+    );
+}
+
+#[test]
 fn text_reaches_the_sink_as_it_becomes_certain() {
     let (mut s, _) = session(&[(1, 10), (2, 11), (3, 12), (4, 13)]);
     let mut pieces = Vec::new();

@@ -17,6 +17,7 @@ const UNSAFE: &[&str] = &[
     "core/src/qpacked/dispatch.rs",
     "kernels-cuda/src/arena.rs",
     "kernels-cuda/src/backend.rs",
+    "kernels-cuda/src/bandwidth.rs",
     "kernels-cuda/src/bin/cuda-report/time.rs",
     "kernels-cuda/src/bin/horizon-kernels/nvrtc.rs",
     "kernels-cuda/src/driver/cuda/api.rs",
