@@ -5,6 +5,7 @@ use crate::driver::{DevicePtr, Driver, DriverError, Launch, SharedDriver};
 
 /// Bytes read a pass, where they are free; far more than a second-level cache holds.
 const MOST_BYTES: usize = 2 << 30;
+const WHAT: &str = "a measurement of bandwidth";
 /// Below this a cache would take part.
 const LEAST_BYTES: usize = 256 << 20;
 /// Passes that count; the median does.
@@ -37,7 +38,6 @@ pub struct ReadBandwidth {
 /// # Errors
 /// [`DriverError::OutOfMemory`] when too little is free to tell; any other failure of the device.
 pub fn read_bandwidth(driver: &SharedDriver) -> Result<ReadBandwidth, DriverError> {
-    const WHAT: &str = "a measurement of bandwidth";
     let (free, total) = driver.memory()?;
     let bytes = MOST_BYTES.min(free / 2) & !0xFFFF;
     if bytes < LEAST_BYTES {
@@ -48,6 +48,25 @@ pub fn read_bandwidth(driver: &SharedDriver) -> Result<ReadBandwidth, DriverErro
             total,
         });
     }
+    read_bandwidth_over(driver, bytes, PASSES)
+}
+
+/// The same over `bytes`, a multiple of 16, with the median of `passes`.
+///
+/// # Errors
+/// [`DriverError`].
+///
+/// # Panics
+/// When `bytes` is no multiple of 16, or there is no pass.
+pub fn read_bandwidth_over(
+    driver: &SharedDriver,
+    bytes: usize,
+    passes: usize,
+) -> Result<ReadBandwidth, DriverError> {
+    assert!(
+        bytes.is_multiple_of(16) && passes > 0,
+        "{passes} passes over {bytes} bytes"
+    );
     let stream = driver.stream()?;
     let from = Borrowed(driver.as_ref(), driver.allocate(bytes, WHAT)?);
     let sum = Borrowed(driver.as_ref(), driver.allocate(1 << 16, WHAT)?);
@@ -66,8 +85,8 @@ pub fn read_bandwidth(driver: &SharedDriver) -> Result<ReadBandwidth, DriverErro
         cooperative: false,
     };
     let (start, end) = (driver.event()?, driver.event()?);
-    let mut times = Vec::with_capacity(PASSES);
-    for pass in 0..WARM_UP + PASSES {
+    let mut times = Vec::with_capacity(passes);
+    for pass in 0..WARM_UP + passes {
         driver.record(start, stream)?;
         // SAFETY: both buffers live until the stream has been synchronized below; `words` are those of `from`.
         #[expect(unsafe_code, reason = "a launch with raw addresses")]
@@ -83,7 +102,7 @@ pub fn read_bandwidth(driver: &SharedDriver) -> Result<ReadBandwidth, DriverErro
     times.sort_by(f64::total_cmp);
     Ok(ReadBandwidth {
         bytes: bytes as u64,
-        passes: PASSES as u32,
-        bytes_per_second: bytes as f64 / times[PASSES / 2] * 1e3,
+        passes: passes as u32,
+        bytes_per_second: bytes as f64 / times[passes / 2] * 1e3,
     })
 }

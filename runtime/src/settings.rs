@@ -126,7 +126,7 @@ pub struct HostMemory {
     /// KV cache, workspaces: as the backend plans them; the cache's slots and staging buffers. Of a model on a card, what
     /// is page-locked for it.
     pub plan: Vec<(&'static str, u64)>,
-    /// What stays while the model runs.
+    /// What stays while the model runs; on a card, the non-routed weights only until it is open.
     pub total: u64,
 }
 

@@ -217,6 +217,18 @@ mod emulated {
     }
 
     #[test]
+    fn bandwidth_is_measured_in_memory_that_is_given_back_or_not_at_all() {
+        use horizon_kernels_cuda::bandwidth::{read_bandwidth, read_bandwidth_over};
+        let card = driver(64 << 20);
+        let error = read_bandwidth(&card).expect_err("a cache would take part");
+        assert!(matches!(error, DriverError::OutOfMemory { .. }), "{error}");
+        let measured = read_bandwidth_over(&card, 1 << 20, 3).expect("measures");
+        assert_eq!((measured.bytes, measured.passes), (1 << 20, 3));
+        assert!(measured.bytes_per_second.is_finite() && measured.bytes_per_second > 0.0);
+        assert_eq!(card.memory().expect("tells"), (64 << 20, 64 << 20));
+    }
+
+    #[test]
     fn every_executor_that_is_named_runs() {
         let no_card = || Err(DriverError::Absent("none".into()));
         let want = story(open(&options(AUTOMATIC), &no_card).0.expect("opens"));
