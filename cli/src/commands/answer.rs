@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use horizon_runtime::engine::{Engine, OpenTimings, Settings};
+use horizon_runtime::process::ResidentMemory;
 use horizon_runtime::residency::{Residency, ResidencyReport};
 use horizon_runtime::session::{Answer, Request, Session, StopReason};
 use horizon_runtime::text::TextFiles;
@@ -39,6 +40,9 @@ pub struct AnswerReport<'a> {
     #[serde(flatten)]
     residency: ResidencyReport,
     settings: &'a ResolvedPlan,
+    /// When the answer was done.
+    #[serde(skip)]
+    resident: ResidentMemory,
 }
 
 impl<'a> Answerer<'a> {
@@ -112,6 +116,7 @@ impl<'a> Answerer<'a> {
             timings: TimingReport::new(self.open, answer, prompt.len()),
             residency: ResidencyReport::new(self.resolved.engine(), &self.residency),
             settings: &self.resolved,
+            resident: ResidentMemory::now(),
         }
     }
 }
@@ -132,7 +137,7 @@ impl AnswerReport<'_> {
                 "\n".into()
             }
         })?;
-        out.note(&summary(answer, self.prompt_ids.len(), seed));
+        out.note(&summary(answer, self.prompt_ids.len(), seed, self.resident));
         if let Some(line) = residency_line(&self.residency) {
             out.note(&line);
         }

@@ -89,8 +89,7 @@ pub fn residency_line(r: &ResidencyReport) -> Option<String> {
 }
 
 /// The line after an answer.
-pub fn summary(answer: &Answer, prompt_tokens: usize, seed: Option<u64>) -> String {
-    let memory = ResidentMemory::now();
+pub fn summary(answer: &Answer, prompt_tokens: usize, seed: Option<u64>, memory: ResidentMemory) -> String {
     let mut parts = vec![
         format!("first token {:.1} ms", answer.timings.first_token_s * 1e3),
         match answer.decode_tokens_per_second() {
