@@ -47,7 +47,7 @@ impl Yardstick {
         Ok(Self {
             one,
             all: all.bytes_per_second,
-            threads: all.threads,
+            threads: rayon::current_num_threads(),
         })
     }
 
