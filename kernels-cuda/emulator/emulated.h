@@ -6,6 +6,8 @@
 
 #include "fibers.h"
 
+#define HZ_CAPABILITY 900
+
 typedef unsigned char u8;
 typedef signed char i8;
 typedef unsigned short u16;

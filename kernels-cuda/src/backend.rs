@@ -74,6 +74,27 @@ impl CudaBackend {
         })
     }
 
+    /// Whether `executor` can compute `spec` on the card of `driver`.
+    ///
+    /// # Errors
+    /// [`BackendError::Unsupported`] with the limit.
+    pub fn admits(
+        executor: Executor,
+        spec: &ModelSpec,
+        encoding: ExpertEncoding,
+        dense: DenseFormat,
+        regime: &Regime,
+        driver: &SharedDriver,
+    ) -> Result<(), BackendError> {
+        let shape = Shape::new(spec, encoding, dense, regime)?;
+        executor
+            .limits(&shape, driver.info())
+            .map_err(|reason| BackendError::Unsupported {
+                backend: NAME,
+                reason,
+            })
+    }
+
     /// Opens the model as what it is.
     ///
     /// # Errors
@@ -88,6 +109,14 @@ impl CudaBackend {
         let checked = Weights::new(NAME, spec, dense)?;
         drop(checked);
         let shape = Shape::new(spec, self.encoding, dense.format(), &plan.regime)?;
+        Self::admits(
+            self.executor,
+            spec,
+            self.encoding,
+            dense.format(),
+            &plan.regime,
+            &self.driver,
+        )?;
         self.place(spec, shape, dense).map_err(|e| device_error(&e))
     }
 

@@ -87,6 +87,7 @@ fn cuda(
     let regime = regime(spec, options, kind)?;
     let plan = plan(spec, options, (kind, executor), encoding, &regime)?;
     let device = Device::open(open, spec, &plan, record_bytes(spec, kind, encoding))?;
+    let executor = admitted(spec, options, encoding, &regime, (kind, executor), &device)?;
     Ok(Chosen {
         kind,
         executor,
@@ -94,6 +95,30 @@ fn cuda(
         reason: reason.into(),
         note: None,
     })
+}
+
+/// The executor that was named, or the first of the backend's that can compute the model on this card.
+fn admitted(
+    spec: &ModelSpec,
+    options: &EngineOptions,
+    encoding: ExpertEncoding,
+    regime: &Regime,
+    (kind, first): (BackendKind, ExecutorKind),
+    device: &Device,
+) -> Result<ExecutorKind, EngineError> {
+    let admits = |executor: ExecutorKind| match executor {
+        ExecutorKind::Cuda(e) => {
+            CudaBackend::admits(e, spec, encoding, options.dense, regime, device.driver())
+        }
+        _ => Ok(()),
+    };
+    let refused = match (admits(first), options.executor) {
+        (Ok(()), _) => return Ok(first),
+        (Err(e), Some(_)) => return Err(e.into()),
+        (Err(e), None) => e,
+    };
+    let other = kind.executors().into_iter().find(|e| admits(*e).is_ok());
+    Ok(other.ok_or(refused)?)
 }
 
 /// Bytes of an expert's record as the backend holds it; 0 without experts.

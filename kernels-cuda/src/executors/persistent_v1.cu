@@ -21,6 +21,8 @@ static constexpr u32 WARPS = 16, THREADS = WARPS * 32;
 // Bytes of a slot: codes, then scales.
 static constexpr u32 CODES = 2048, SLOT = CODES + 256;
 static constexpr u32 MOST_SPLITS = 8, LEAST_POSITIONS = 256;
+// Positions that a group of lanes has in flight: what registers allow.
+static constexpr u32 ROUNDS = HZ_CAPABILITY >= 900 ? 4 : 2;
 // Warps that share a routed pair tile; pair tiles of a block at once.
 static constexpr u32 PAIR_SHARES = 2, PAIR_UNITS = WARPS / PAIR_SHARES;
 // Tiles of a block whose sums are added at once.
@@ -580,9 +582,9 @@ template <int EXPERT, int DENSE, int SLOTS> struct Token {
         for (u32 unit = block; unit < a.heads * MOST_SPLITS; unit += grid) {
             const u32 head = unit % a.heads, split = unit / a.heads;
             if (a.padded <= 128) {
-                attend_head<16, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
+                attend_head<16, WARPS, MOST_SPLITS, LEAST_POSITIONS, ROUNDS>(t, head, split, 0, room);
             } else {
-                attend_head<32, WARPS, MOST_SPLITS, LEAST_POSITIONS>(t, head, split, 0, room);
+                attend_head<32, WARPS, MOST_SPLITS, LEAST_POSITIONS, ROUNDS>(t, head, split, 0, room);
             }
             block_sync();
         }

@@ -132,12 +132,13 @@ HZ_DEVICE Positions split_positions(u32 position, u32 window, u32 split, u32 mos
 }
 
 // One query head of row `r` over one split of the positions that the row sees: at most SPLITS splits of at least LEAST
-// positions. The split depends on that number alone. LANES lanes share a position, eight elements each; the last block of
+// positions. The split depends on that number alone. LANES lanes share a position, eight elements each, and have UNROLL
+// positions in flight; the last block of
 // a head to arrive merges the splits in order. Nothing to do beyond the last split.
 // Shared memory in floats: query, key and value [padded], two floats a warp, four words, then (padded + 2) a warp.
-template <u32 LANES, u32 WARPS, u32 SPLITS, u32 LEAST>
+template <u32 LANES, u32 WARPS, u32 SPLITS, u32 LEAST, u32 UNROLL = 4>
 HZ_DEVICE void attend_head(const AttendArgs &a, u32 head, u32 split, u32 r, u8 *shared) {
-    constexpr u32 GROUPS = WARPS * 32 / LANES, UNROLL = 4, JOBS = (3 * LANES * 8 + WARPS * 32 - 1) / (WARPS * 32);
+    constexpr u32 GROUPS = WARPS * 32 / LANES, JOBS = (3 * LANES * 8 + WARPS * 32 - 1) / (WARPS * 32);
     float *query = (float *)shared, *key = query + a.padded, *value = key + a.padded, *room = value + a.padded;
     u32 *word = (u32 *)(room + 2 * WARPS);
     float *merged = (float *)(word + 4);

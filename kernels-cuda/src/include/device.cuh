@@ -14,6 +14,8 @@ typedef int i32;
 typedef unsigned long long u64;
 
 #define HZ_DEVICE __device__ __forceinline__
+// Compute capability that is compiled for: 9.0 is 900.
+#define HZ_CAPABILITY __CUDA_ARCH__
 // A function that keeps its registers to itself.
 #define HZ_CALLED static __device__ __noinline__
 // A kernel: at most THREADS threads a block, registers limited so that BLOCKS blocks fit on a multiprocessor.

@@ -292,7 +292,11 @@ impl Builder<'_> {
         };
         let pairs = shape.top_k() * (shape.width() / 8).div_ceil(4) + w.width / 8;
         let downs = shape.hidden_tiles() * if w.width > 0 { 2 } else { 1 };
+        let function = self
+            .functions
+            .fused
+            .expect("opened only where its limits are kept");
         let grid = [u32_of(step.rows * (pairs + downs)), 1, 1];
-        one(self.functions.fused, grid, THREADS, fused_shared(shape), &args)
+        one(function, grid, THREADS, fused_shared(shape), &args)
     }
 }

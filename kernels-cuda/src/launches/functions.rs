@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use super::Executor;
 use crate::args::PersistentLayer;
-use crate::driver::{DriverError, Kernel, SharedDriver};
+use crate::driver::{DeviceInfo, DriverError, Kernel, SharedDriver};
 use crate::executors::grouped_t3::{GroupedForm, Groups};
 use crate::prefill::{self, Form, LinearForm};
 use crate::shape::{Shape, TOKENS, activation_stride, u32_of};
@@ -29,8 +30,9 @@ pub struct Functions {
     pub(super) head: Function,
     pub(super) gate_up: Function,
     pub(super) down: Function,
-    pub(super) fused: Function,
-    pub(super) persistent: Function,
+    /// Absent where a block's shared memory is too small for the model.
+    pub(super) fused: Option<Function>,
+    pub(super) persistent: Option<Function>,
     /// Blocks of the head's grid.
     pub(super) head_blocks: u32,
     pub(super) multiprocessors: u32,
@@ -95,8 +97,8 @@ impl Functions {
             } else {
                 "scalar_down_f16"
             })?,
-            fused: get(fused)?,
-            persistent: get(persistent)?,
+            fused: None,
+            persistent: None,
             head_blocks: 0,
             multiprocessors: 1,
             many: BTreeMap::new(),
@@ -111,13 +113,23 @@ impl Functions {
             (functions.head, linear_shared(shape.hidden, TOKENS)),
             (functions.gate_up, activation_stride(shape.hidden) + 256),
             (functions.down, activation_stride(shape.width()) + 256),
-            (functions.fused, fused_shared(shape)),
-            (
-                functions.persistent,
-                persistent_shared(shape, driver.info().multiprocessors as usize),
-            ),
         ] {
             driver.allow_shared(function.kernel, u32_of(shared))?;
+        }
+        for (executor, name) in [
+            (Executor::Top4FusedV1, fused),
+            (Executor::PersistentV1, persistent),
+        ] {
+            if executor.limits(shape, driver.info()).is_err() {
+                continue;
+            }
+            let function = get(name)?;
+            let shared = executor.shared_bytes(shape, driver.info());
+            driver.allow_shared(function.kernel, u32_of(shared))?;
+            *match executor {
+                Executor::PersistentV1 => &mut functions.persistent,
+                _ => &mut functions.fused,
+            } = Some(function);
         }
         let shared = u32_of(linear_shared(shape.hidden, 1));
         let resident = driver.resident_blocks(functions.head.kernel, THREADS, shared)?;
@@ -162,6 +174,43 @@ impl Functions {
                 .get(form.name)
                 .expect("every form is loaded when the model is opened"),
         }
+    }
+}
+
+/// Experts a token that the persistent kernel has room for.
+const MOST_CHOSEN: usize = 64;
+
+impl Executor {
+    /// Shared memory that a block of its own kernels takes; 0 where every card has enough.
+    pub(super) fn shared_bytes(self, shape: &Shape, info: &DeviceInfo) -> usize {
+        match self {
+            Self::Scalar | Self::GroupedT3 => 0,
+            Self::Top4FusedV1 => fused_shared(shape),
+            Self::PersistentV1 => persistent_shared(shape, info.multiprocessors as usize),
+        }
+    }
+
+    /// Whether it can compute a model on a card.
+    ///
+    /// # Errors
+    /// The limit, in words.
+    pub fn limits(self, shape: &Shape, info: &DeviceInfo) -> Result<(), String> {
+        let (needed, most) = (self.shared_bytes(shape, info), info.shared_per_block);
+        if needed > most {
+            return Err(format!(
+                "executor {} needs {needed} bytes of shared memory a block for this model; {} has {most}",
+                self.name(),
+                info.name
+            ));
+        }
+        if self == Self::PersistentV1 && shape.top_k() > MOST_CHOSEN {
+            return Err(format!(
+                "executor {} takes at most {MOST_CHOSEN} experts a token; the model uses {}",
+                self.name(),
+                shape.top_k()
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -225,4 +274,58 @@ pub(super) fn persistent_shared(shape: &Shape, blocks: usize) -> usize {
         + activation_stride(shape.dense_width)
         + shape.hidden_tiles().div_ceil(blocks) * 64;
     rings + fixed + attend.max(project).max(route).max(down)
+}
+
+#[cfg(test)]
+mod tests {
+    use horizon_core::backend::{Activations, Regime};
+    use horizon_core::dense::DenseFormat;
+    use horizon_core::qpacked::BlockSize;
+    use horizon_core::record::ExpertEncoding;
+    use horizon_core::synthetic;
+
+    use super::*;
+
+    /// A card with the shared memory of capabilities 8.6, 8.9 and 12.0, or of 9.0.
+    fn card(shared_per_block: usize) -> DeviceInfo {
+        DeviceInfo {
+            name: "a card".into(),
+            capability: 90,
+            multiprocessors: 100,
+            shared_per_block,
+            shared_per_multiprocessor: shared_per_block + 1024,
+            l2_bytes: 1 << 20,
+            memory_bytes: 1 << 30,
+            driver: 12080,
+        }
+    }
+
+    #[test]
+    fn an_executor_is_refused_where_its_shared_memory_does_not_fit() {
+        for name in ["olmoe", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b"] {
+            let spec = synthetic::Shape::named(name)
+                .and_then(|s| s.model_spec())
+                .expect("a published shape");
+            let regime = Regime {
+                activations: Activations::F16,
+                context: 4096,
+                sequences: 1,
+                max_rows: 512,
+            };
+            let encoding = ExpertEncoding::Qpacked {
+                block: BlockSize::B256,
+            };
+            let shape =
+                Shape::new(&spec, encoding, DenseFormat::F16, &regime).expect("a shape that is supported");
+            for executor in Executor::ALL {
+                assert_eq!(executor.limits(&shape, &card(227 << 10)), Ok(()), "{name}");
+                let small = executor.limits(&shape, &card(99 << 10));
+                assert_eq!(
+                    small.is_err(),
+                    executor == Executor::PersistentV1,
+                    "{name}: {small:?}"
+                );
+            }
+        }
+    }
 }

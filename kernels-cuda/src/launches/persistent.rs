@@ -119,7 +119,11 @@ impl Builder<'_> {
         };
         let blocks = self.functions.multiprocessors;
         let shared = persistent_shared(shape, blocks as usize);
-        let mut launch = one(self.functions.persistent, [blocks, 1, 1], 512, shared, &args);
+        let function = self
+            .functions
+            .persistent
+            .expect("opened only where its limits are kept");
+        let mut launch = one(function, [blocks, 1, 1], 512, shared, &args);
         launch.launch.cooperative = true;
         launch.launch.overlaps = false;
         launch
