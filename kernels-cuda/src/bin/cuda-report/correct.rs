@@ -48,7 +48,7 @@ impl Subject for Cuda {
 }
 
 /// Runs the suite for every executor.
-pub fn check(driver: &SharedDriver, quick: bool) -> Result<(), String> {
+pub fn check(driver: &SharedDriver, quick: bool, only: &str) -> Result<(), String> {
     let seeds: &[u64] = if quick { &[7] } else { &[7, 8, 9] };
     let mut failed = Vec::new();
     let mut passed = 0;
@@ -57,7 +57,7 @@ pub fn check(driver: &SharedDriver, quick: bool) -> Result<(), String> {
             driver: driver.clone(),
             executor,
         };
-        for case in conformance::cases() {
+        for case in conformance::cases().into_iter().filter(|c| c.name.contains(only)) {
             for dense in [DenseFormat::F16, DenseFormat::Q8] {
                 for seed in seeds {
                     let run = AssertUnwindSafe(|| conformance::forward(&subject, &case, dense, *seed));

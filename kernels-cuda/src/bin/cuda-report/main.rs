@@ -1,7 +1,8 @@
 //! Everything that a card can be asked about this backend, in one run: correctness first, then, only if it holds, the
 //! card's ceilings, each kernel, decode and prefill of full-size synthetic models.
 //!
-//! `cargo run --release -p horizon-kernels-cuda --features report --bin cuda-report -- [--models A,B] [--steps N] [--quick]`
+//! `cargo run --release -p horizon-kernels-cuda --features report --bin cuda-report -- [--models A,B] [--steps N] [--quick] [--check]
+//! [--only CASE]`; figures are printed only after all cases were checked.
 
 mod correct;
 mod models;
@@ -19,6 +20,8 @@ struct Options {
     steps: usize,
     quick: bool,
     only_check: bool,
+    /// Part of the names of the cases that are checked.
+    only: String,
 }
 
 fn options() -> Result<Options, String> {
@@ -27,6 +30,7 @@ fn options() -> Result<Options, String> {
         steps: 128,
         quick: false,
         only_check: false,
+        only: String::new(),
     };
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
@@ -36,9 +40,10 @@ fn options() -> Result<Options, String> {
             "--steps" => options.steps = value()?.parse().map_err(|e| format!("--steps: {e}"))?,
             "--quick" => options.quick = true,
             "--check" => options.only_check = true,
+            "--only" => options.only = value()?,
             _ => {
                 return Err(format!(
-                    "{arg}: unknown; there is --models, --steps, --quick and --check"
+                    "{arg}: unknown; there is --models, --steps, --quick, --check and --only"
                 ));
             }
         }
@@ -54,8 +59,8 @@ fn report() -> Result<(), String> {
     let options = options()?;
     let driver = device().map_err(|e| e.to_string())?;
     println!("{:?}", driver.info());
-    correct::check(&driver, options.quick)?;
-    if options.only_check {
+    correct::check(&driver, options.quick, &options.only)?;
+    if options.only_check || !options.only.is_empty() {
         return Ok(());
     }
     let ceiling = time::read_bandwidth(&driver).map_err(|e| e.to_string())?;
