@@ -107,7 +107,7 @@ impl Yardstick {
     /// Holds an answer to a prompt of so many tokens against bandwidth measured now; `None` if it has fewer than two.
     ///
     /// # Errors
-    /// As [`bandwidth`].
+    /// As [`bandwidth()`].
     pub fn hold(
         &self,
         settings: &Settings,
