@@ -19,6 +19,10 @@ use thiserror::Error;
 pub const METADATA_KEY: &str = "horizon_trace";
 /// Version of the format.
 pub const VERSION: u32 = 1;
+/// Longest header of a trace that is read, in bytes.
+const MAX_HEADER_BYTES: u64 = 1 << 20;
+/// Largest record that a trace may name, in bytes.
+const MAX_RECORD_BYTES: u64 = 1 << 40;
 /// Largest trace that is read: sixteen million tokens of a model with 16 layers and 8 experts a token.
 pub const MAX_TRACE_BYTES: u64 = 4 << 30;
 
@@ -80,6 +84,12 @@ impl TraceHeader {
         }
         if self.top_k == 0 || self.top_k > self.experts {
             return content(format!("{} experts a token, of {}", self.top_k, self.experts));
+        }
+        if self.record_bytes == 0 || self.record_bytes > MAX_RECORD_BYTES {
+            return content(format!(
+                "{} bytes a record; there are 1 to {MAX_RECORD_BYTES}",
+                self.record_bytes
+            ));
         }
         if self.layers.is_empty() || self.layers.windows(2).any(|pair| pair[0] >= pair[1]) {
             return content("the layers are not ascending, or there are none");
@@ -271,12 +281,17 @@ impl Trace {
         safetensors::serialize(tensors, Some(metadata)).map_err(io::Error::other)
     }
 
-    /// Reads a file.
+    /// Reads a file, its header first: what is no trace is refused before it is read.
     ///
     /// # Errors
     /// [`TraceError`] naming the file.
     pub fn load(path: &Path) -> Result<Self, TraceError> {
         let read = || {
+            if !path.metadata()?.is_file() {
+                let problem = "is not a regular file; give the path of a routing trace";
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
+            }
+            begins_like_a_trace(path)?;
             let mut bytes = Vec::new();
             File::open(path)?
                 .take(MAX_TRACE_BYTES + 1)
@@ -332,6 +347,30 @@ impl Trace {
     }
 }
 
+/// Reads the header of a safetensors file and looks for a trace's metadata in it.
+fn begins_like_a_trace(path: &Path) -> io::Result<()> {
+    let other = |problem: &str| io::Error::new(io::ErrorKind::InvalidData, problem.to_owned());
+    let mut file = File::open(path)?;
+    let mut length = [0; 8];
+    file.read_exact(&mut length)
+        .map_err(|_| other("is not a routing trace: it is shorter than a header"))?;
+    let length = u64::from_le_bytes(length);
+    if length > MAX_HEADER_BYTES {
+        return Err(other(
+            "is not a routing trace: it does not begin with the length of a header",
+        ));
+    }
+    let mut header = Vec::new();
+    file.take(length).read_to_end(&mut header)?;
+    if !header
+        .windows(METADATA_KEY.len())
+        .any(|w| w == METADATA_KEY.as_bytes())
+    {
+        return Err(other("is not a routing trace: its header does not say so"));
+    }
+    Ok(())
+}
+
 /// A file beside `path` that may take its place. It is gone when it is dropped.
 fn beside(path: &Path) -> io::Result<NamedTempFile> {
     // A rename would replace a device, a pipe or a link by a file.
@@ -343,11 +382,21 @@ fn beside(path: &Path) -> io::Result<NamedTempFile> {
         let problem = "names no file";
         return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
     }
+    // Whatever else is there may be somebody's only copy.
+    if path.metadata().is_ok_and(|m| m.len() > 0) && begins_like_a_trace(path).is_err() {
+        let problem = "exists and is not a routing trace; remove it or choose another name";
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, problem));
+    }
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
     let mut builder = tempfile::Builder::new();
     #[cfg(unix)]
     builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-    builder.tempfile_in(folder.unwrap_or(Path::new(".")))
+    let folder = folder.unwrap_or(Path::new("."));
+    // The name of the file beside it tells nobody anything.
+    builder.tempfile_in(folder).map_err(|e| {
+        let problem = format!("no file can be written in {}: {}", folder.display(), e.kind());
+        io::Error::new(e.kind(), problem)
+    })
 }
 
 /// The values of a tensor of one dimension, or of `shape`.

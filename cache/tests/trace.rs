@@ -73,7 +73,7 @@ fn a_trace_reads_back_and_replaces_the_file_whole() {
     let dir = tempfile::tempdir().expect("temporary directory");
     let path = dir.path().join("t.safetensors");
     let written = trace(1, 12, 3, 40, 9);
-    std::fs::write(&path, "something else").expect("writes");
+    trace(2, 12, 3, 4, 9).save(&path).expect("saves another");
     written.save(&path).expect("saves");
     assert_eq!(Trace::load(&path).expect("loads"), written);
     assert_eq!(std::fs::read_dir(dir.path()).expect("lists").count(), 1);
@@ -173,6 +173,68 @@ fn rows_that_no_router_gives_are_refused_and_record_nothing() {
 }
 
 #[test]
+fn a_file_that_is_no_trace_is_neither_replaced_nor_read_whole() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let saved = trace(3, 8, 2, 4, 2);
+    // Weights and a prompt: somebody's only copy.
+    for (name, bytes) in [
+        (
+            "weights.safetensors",
+            [&40u64.to_le_bytes()[..], &[b' '; 40], &[7; 100]].concat(),
+        ),
+        ("prompt.txt", b"Once upon a time there was a file".to_vec()),
+        ("short", vec![1]),
+    ] {
+        let path = folder.path().join(name);
+        std::fs::write(&path, &bytes).expect("writes");
+        for refused in [
+            Trace::check_destination(&path).expect_err("is somebody's"),
+            saved.save(&path).expect_err("is somebody's"),
+        ] {
+            let text = refused.to_string();
+            assert!(
+                text.contains(name) && text.contains("not a routing trace"),
+                "{text}"
+            );
+        }
+        assert_eq!(std::fs::read(&path).expect("still there"), bytes);
+        let text = Trace::load(&path).expect_err("no trace").to_string();
+        assert!(
+            text.contains(name) && text.contains("not a routing trace"),
+            "{text}"
+        );
+    }
+    // An empty file and a trace may be replaced.
+    let path = folder.path().join("trace");
+    std::fs::write(&path, b"").expect("writes");
+    saved.save(&path).expect("empty before");
+    saved.save(&path).expect("a trace before");
+    assert_eq!(Trace::load(&path).expect("loads"), saved);
+    // Nothing is read of what only looks large: a header of that length is refused first.
+    let path = folder.path().join("large");
+    let file = std::fs::File::create(&path).expect("creates");
+    file.set_len(3 << 30).expect("sparse");
+    assert!(Trace::load(&path).is_err());
+    assert!(
+        Trace::load(folder.path())
+            .expect_err("a folder")
+            .to_string()
+            .contains("regular file")
+    );
+}
+
+#[test]
+fn a_record_of_no_size_or_of_too_many_bytes_is_refused() {
+    for record_bytes in [0, u64::MAX] {
+        let header = TraceHeader {
+            record_bytes,
+            ..header(8, 2)
+        };
+        assert!(matches!(TraceWriter::new(header), Err(TraceError::Content(_))));
+    }
+}
+
+#[test]
 fn a_damaged_file_is_refused_by_name_and_never_panics() {
     let dir = tempfile::tempdir().expect("temporary directory");
     let path = dir.path().join("t.safetensors");
@@ -202,7 +264,7 @@ fn a_damaged_file_is_refused_by_name_and_never_panics() {
         out
     };
     for (from, to, why) in [
-        ("horizon_trace", "horizon_track", "horizon_trace"),
+        ("horizon_trace", "horizon_track", "its header does not say so"),
         (r#"version\":1"#, r#"version\":7"#, "version 7"),
         (r#"top_k\":2"#, r#"top_k\":3"#, "tensor experts"),
         (r#"experts\":6"#, r#"experts\":3"#, "has no expert"),

@@ -112,16 +112,22 @@ fn recording(trace: &Path) -> Child {
     child
 }
 
+/// The beginning of a trace, which is all that a run looks at before it replaces one.
+fn earlier_trace() -> Vec<u8> {
+    let header = br#"{"__metadata__":{"horizon_trace":"earlier"}}"#;
+    [&(header.len() as u64).to_le_bytes()[..], header].concat()
+}
+
 #[test]
 fn a_run_that_is_killed_leaves_the_trace_before_it_alone() {
     let folder = tempfile::tempdir().expect("a folder");
     let trace = folder.path().join("t");
-    std::fs::write(&trace, "old").expect("writes");
+    std::fs::write(&trace, earlier_trace()).expect("writes");
     let mut child = recording(&trace);
     signal(&child, "-KILL");
     child.wait().expect("ends");
     assert_eq!(entries(folder.path()), ["t"]);
-    assert_eq!(std::fs::read(&trace).expect("reads"), b"old");
+    assert_eq!(std::fs::read(&trace).expect("reads"), earlier_trace());
 }
 
 #[test]
@@ -137,10 +143,21 @@ fn a_run_that_is_stopped_keeps_the_trace_of_what_it_ran() {
 }
 
 #[test]
+fn a_trace_never_replaces_what_is_no_trace() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let prompt = folder.path().join("prompt.txt");
+    std::fs::write(&prompt, "Once upon a time").expect("writes");
+    let file = as_str(&prompt);
+    horizon(&["run", "-f", file, "-n", "3", "--trace", file])
+        .fails(1, &[file, "not a routing trace", "another name"]);
+    assert_eq!(std::fs::read(&prompt).expect("reads"), b"Once upon a time");
+}
+
+#[test]
 fn a_trace_that_is_refused_its_space_is_not_there() {
     let folder = tempfile::tempdir().expect("a folder");
     let trace = folder.path().join("t");
-    std::fs::write(&trace, "old").expect("writes");
+    std::fs::write(&trace, earlier_trace()).expect("writes");
     // Files of at most 512 bytes or a KiB, and the signal of the limit ignored.
     let script =
         "trap '' XFSZ; ulimit -f 1; exec \"$0\" run Once --greedy --ignore-eos -n 60 --json --trace \"$1\"";
@@ -150,5 +167,5 @@ fn a_trace_that_is_refused_its_space_is_not_there() {
         .expect("sh is there");
     Done::of(output).code_and_error(1, as_str(&trace));
     assert_eq!(entries(folder.path()), ["t"]);
-    assert_eq!(std::fs::read(&trace).expect("reads"), b"old");
+    assert_eq!(std::fs::read(&trace).expect("reads"), earlier_trace());
 }
