@@ -46,6 +46,9 @@ impl Builder<'_> {
     }
 
     /// Layers `layers` of a row in one launch, and the head if `wanted` is its place among the rows that ask for logits.
+    ///
+    /// # Panics
+    /// When the model was opened with another executor, on a card that has no room for this one.
     #[must_use]
     pub fn persistent(
         &self,
