@@ -65,18 +65,6 @@ impl Functions {
             65..=128 => "attend_128",
             _ => "attend_256",
         };
-        let fused = match (packed, q8) {
-            (true, false) => "top4_fused_v1_int4_f16",
-            (true, true) => "top4_fused_v1_int4_q8",
-            (false, false) => "top4_fused_v1_f16_f16",
-            (false, true) => "top4_fused_v1_f16_q8",
-        };
-        let persistent = match (packed, q8) {
-            (true, false) => "persistent_v1_int4_f16",
-            (true, true) => "persistent_v1_int4_q8",
-            (false, false) => "persistent_v1_f16_f16",
-            (false, true) => "persistent_v1_f16_q8",
-        };
         let mut functions = Self {
             embed: get("embed")?,
             norm_linear: of("norm_linear_f16", "norm_linear_q8")?,
@@ -116,27 +104,41 @@ impl Functions {
         ] {
             driver.allow_shared(function.kernel, u32_of(shared))?;
         }
-        for (executor, name) in [
-            (Executor::Top4FusedV1, fused),
-            (Executor::PersistentV1, persistent),
-        ] {
-            if executor.limits(shape, driver.info()).is_err() {
-                continue;
-            }
-            let function = get(name)?;
-            let shared = executor.shared_bytes(shape, driver.info());
-            driver.allow_shared(function.kernel, u32_of(shared))?;
-            *match executor {
-                Executor::PersistentV1 => &mut functions.persistent,
-                _ => &mut functions.fused,
-            } = Some(function);
-        }
+        functions.load_limited(driver, shape, packed, q8)?;
         let shared = u32_of(linear_shared(shape.hidden, 1));
         let resident = driver.resident_blocks(functions.head.kernel, THREADS, shared)?;
         functions.multiprocessors = driver.info().multiprocessors;
         functions.head_blocks = (resident * driver.info().multiprocessors).max(1);
         functions.load_many(driver, shape)?;
         Ok(functions)
+    }
+
+    /// The kernels that not every card has room for.
+    fn load_limited(
+        &mut self,
+        driver: &SharedDriver,
+        shape: &Shape,
+        packed: bool,
+        q8: bool,
+    ) -> Result<(), DriverError> {
+        let [fused, persistent] = match (packed, q8) {
+            (true, false) => ["top4_fused_v1_int4_f16", "persistent_v1_int4_f16"],
+            (true, true) => ["top4_fused_v1_int4_q8", "persistent_v1_int4_q8"],
+            (false, false) => ["top4_fused_v1_f16_f16", "persistent_v1_f16_f16"],
+            (false, true) => ["top4_fused_v1_f16_q8", "persistent_v1_f16_q8"],
+        };
+        for (executor, name, to) in [
+            (Executor::Top4FusedV1, fused, &mut self.fused),
+            (Executor::PersistentV1, persistent, &mut self.persistent),
+        ] {
+            if executor.limits(shape, driver.info()).is_ok() {
+                let kernel = driver.kernel(name)?;
+                let shared = executor.shared_bytes(shape, driver.info());
+                driver.allow_shared(kernel, u32_of(shared))?;
+                *to = Some(Function { name, kernel });
+            }
+        }
+        Ok(())
     }
 
     /// Every form of every kernel of steps of many rows.

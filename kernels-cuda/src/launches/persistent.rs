@@ -61,13 +61,7 @@ impl Builder<'_> {
         let (shape, spec, a) = (p.shape, p.spec, &p.spec.attention);
         let moe = spec.moe();
         let at = wanted.unwrap_or(0);
-        let tap = |buffer: DevicePtr, width: usize| {
-            if taps {
-                buffer.offset(row * width * 4)
-            } else {
-                DevicePtr(0)
-            }
-        };
+        let tap = |buffer: DevicePtr, width: usize| tap_row(taps, buffer, row * width);
         #[expect(clippy::cast_precision_loss, reason = "head widths are small")]
         let scale = 1.0 / (a.head_dim as f32).sqrt();
         let args = PersistentArgs {
@@ -131,4 +125,9 @@ impl Builder<'_> {
         launch.launch.overlaps = false;
         launch
     }
+}
+
+/// Where value `at` of a tap lies, if taps are taken.
+fn tap_row(taps: bool, buffer: DevicePtr, at: usize) -> DevicePtr {
+    if taps { buffer.offset(at * 4) } else { DevicePtr(0) }
 }
