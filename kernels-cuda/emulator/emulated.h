@@ -16,7 +16,6 @@ typedef int i32;
 typedef unsigned long long u64;
 
 #define HZ_DEVICE inline
-#define HZ_CALLED static __attribute__((noinline))
 #define HZ_KERNEL(THREADS, BLOCKS) void
 #define HZ_SHARED(NAME) u8 *const NAME = hz::current->block->shared
 #define HZ_ARGS(TYPE, NAME) const TYPE &NAME
@@ -109,7 +108,6 @@ HZ_DEVICE float f32_fma(float a, float b, float c) { return fmaf(a, b, c); }
 HZ_DEVICE float f32_mul(float a, float b) { return a * b; }
 HZ_DEVICE float f32_add(float a, float b) { return a + b; }
 HZ_DEVICE float f32_div(float a, float b) { return a / b; }
-HZ_DEVICE float f32_sqrt(float a) { return sqrtf(a); }
 HZ_DEVICE float f32_exp(float a) { return expf(a); }
 HZ_DEVICE float f32_max(float a, float b) { return fmaxf(a, b); }
 HZ_DEVICE float f32_min(float a, float b) { return fminf(a, b); }

@@ -96,7 +96,7 @@ args! {
     FusedArgs {
         experts: ExpertsArgs, shared_pairs: DevicePtr, shared_down: DevicePtr, gate: DevicePtr,
         shared_inner: DevicePtr, routed: DevicePtr, shared_output: DevicePtr, hidden: DevicePtr,
-        tap: DevicePtr, counters: DevicePtr, shared_width: u32, dense_encoding: u32,
+        tap: DevicePtr, counters: DevicePtr, shared_width: u32, unused: u32,
     }
     /// `executors/persistent_v1.cu`: a layer of its table
     PersistentLayer {

@@ -25,7 +25,7 @@ struct FusedArgs {
     float *tap;              // [rows, hidden], or null: what was added
     u32 *counters;           // zero: ticket, finished blocks, then a row: routed pairs done, shared pairs done, tiles met
     u32 shared_width;
-    u32 dense_encoding;
+    u32 unused;
 };
 
 struct Units {

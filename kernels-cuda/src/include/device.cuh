@@ -16,8 +16,6 @@ typedef unsigned long long u64;
 #define HZ_DEVICE __device__ __forceinline__
 // Compute capability that is compiled for: 9.0 is 900.
 #define HZ_CAPABILITY __CUDA_ARCH__
-// A function that keeps its registers to itself.
-#define HZ_CALLED static __device__ __noinline__
 // A kernel: at most THREADS threads a block, registers limited so that BLOCKS blocks fit on a multiprocessor.
 #define HZ_KERNEL(THREADS, BLOCKS) extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 // The block's dynamic shared memory, aligned to 128 bytes. There is no static shared memory.

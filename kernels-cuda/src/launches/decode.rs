@@ -288,7 +288,7 @@ impl Builder<'_> {
                 .fused
                 .offset(layer * shape.fused_counters() * 4),
             shared_width: u32_of(w.width),
-            dense_encoding: 0,
+            unused: 0,
         };
         let pairs = shape.top_k() * (shape.width() / 8).div_ceil(4) + w.width / 8;
         let downs = shape.hidden_tiles() * if w.width > 0 { 2 } else { 1 };

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use horizon_core::backend::{CompiledModel, Phase, StepBatch, StepRow};
+use horizon_core::backend::{CompiledModel, Phase, StepBatch, StepOutput, StepRow};
 use horizon_core::conformance;
 use horizon_core::dense::DenseFormat;
 use horizon_core::provider::ExpertProvider;
@@ -111,6 +111,32 @@ fn bytes(spec: &ModelSpec, dense: DenseFormat) -> BTreeMap<&'static str, f64> {
     out
 }
 
+/// Runs `tokens` from position `start`; whether the last of them is to choose, and whether stages are kept.
+fn step(
+    model: &mut CudaModel,
+    experts: &Arc<dyn ExpertProvider>,
+    phase: Phase,
+    tokens: &[u32],
+    start: usize,
+    choose: bool,
+    taps: bool,
+) -> Result<StepOutput, String> {
+    let rows = tokens.iter().enumerate().map(|(i, token)| StepRow {
+        token: *token,
+        position: start + i,
+        sequence: 0,
+        logits: choose && i + 1 == tokens.len(),
+    });
+    let batch = StepBatch {
+        rows: rows.collect(),
+        taps,
+        phase,
+        tokens_only: true,
+    };
+    let ticket = model.enqueue(&batch, experts).map_err(|e| e.to_string())?;
+    model.finish(ticket).map_err(|e| e.to_string())
+}
+
 fn decode(
     model: &mut CudaModel,
     experts: &Arc<dyn ExpertProvider>,
@@ -120,21 +146,8 @@ fn decode(
     let tokens = conformance::tokens(steps, model.shape().vocab, 3);
     let mut all = Vec::new();
     for (i, token) in tokens.iter().enumerate() {
-        let row = StepRow {
-            token: *token,
-            position: start + i,
-            sequence: 0,
-            logits: true,
-        };
-        let batch = StepBatch {
-            rows: vec![row],
-            taps: false,
-            phase: Phase::Decode,
-            tokens_only: true,
-        };
         let started = Instant::now();
-        let ticket = model.enqueue(&batch, experts).map_err(|e| e.to_string())?;
-        model.finish(ticket).map_err(|e| e.to_string())?;
+        step(model, experts, Phase::Decode, &[*token], start + i, true, false)?;
         all.push(started.elapsed().as_secs_f64() * 1e3);
     }
     Ok(median(all))
@@ -150,21 +163,8 @@ fn fill(
     let tokens = conformance::tokens(to, model.shape().vocab, 5);
     let chunk = model.shape().regime.max_rows;
     for start in (from..to).step_by(chunk) {
-        let end = to.min(start + chunk);
-        let rows = (start..end).map(|position| StepRow {
-            token: tokens[position],
-            position,
-            sequence: 0,
-            logits: false,
-        });
-        let batch = StepBatch {
-            rows: rows.collect(),
-            taps: false,
-            phase: Phase::Prefill,
-            tokens_only: true,
-        };
-        let ticket = model.enqueue(&batch, experts).map_err(|e| e.to_string())?;
-        model.finish(ticket).map_err(|e| e.to_string())?;
+        let part = &tokens[start..to.min(start + chunk)];
+        step(model, experts, Phase::Prefill, part, start, false, false)?;
     }
     Ok(())
 }
@@ -175,20 +175,7 @@ fn repeats(model: &mut CudaModel, experts: &Arc<dyn ExpertProvider>, start: usiz
     let mut before: Vec<Vec<i32>> = Vec::new();
     let (mut same, mut all) = (0usize, 0usize);
     for (i, token) in tokens.iter().enumerate() {
-        let row = StepRow {
-            token: *token,
-            position: start + i,
-            sequence: 0,
-            logits: false,
-        };
-        let batch = StepBatch {
-            rows: vec![row],
-            taps: true,
-            phase: Phase::Decode,
-            tokens_only: true,
-        };
-        let ticket = model.enqueue(&batch, experts).map_err(|e| e.to_string())?;
-        let out = model.finish(ticket).map_err(|e| e.to_string())?;
+        let out = step(model, experts, Phase::Decode, &[*token], start + i, false, true)?;
         let now: Vec<Vec<i32>> = out
             .taps
             .into_iter()
@@ -212,21 +199,8 @@ fn prefill(model: &mut CudaModel, experts: &Arc<dyn ExpertProvider>, name: &str)
         let tokens = conformance::tokens(count, model.shape().vocab, 6);
         let mut all = Vec::new();
         for _ in 0..12 {
-            let rows = (0..count).map(|position| StepRow {
-                token: tokens[position],
-                position,
-                sequence: 0,
-                logits: position + 1 == count,
-            });
-            let batch = StepBatch {
-                rows: rows.collect(),
-                taps: false,
-                phase: Phase::Prefill,
-                tokens_only: true,
-            };
             let started = Instant::now();
-            let ticket = model.enqueue(&batch, experts).map_err(|e| e.to_string())?;
-            model.finish(ticket).map_err(|e| e.to_string())?;
+            step(model, experts, Phase::Prefill, &tokens, 0, true, false)?;
             all.push(started.elapsed().as_secs_f64() * 1e3);
         }
         let ms = median(all.split_off(2));
